@@ -1,0 +1,1 @@
+"""What runs inside one Ray actor: the rollout actor and the engine under it."""

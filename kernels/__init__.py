@@ -1,0 +1,1 @@
+"""Cache moves, decode attention and sampling: torch references and their fast forms."""

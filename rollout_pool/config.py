@@ -1,0 +1,124 @@
+"""Configuration: frozen pydantic models, the same keys in Python and in YAML.
+
+A wrong value or an unknown key raises :class:`ConfigError` with the full path of the key
+(``engine.num_slots``) and what is allowed there.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rollout_pool.errors import ConfigError
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class StrictModel(BaseModel):
+    """A frozen model whose validation errors are one-line :class:`ConfigError` messages."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(describe(error, type(self))) from None
+
+    @classmethod
+    def parse(cls, values: Any, source: str) -> Self:
+        """Validate a plain mapping; ``source`` (a file name, say) opens the error message."""
+        if not isinstance(values, dict):
+            raise ConfigError(f"{source}: expected a mapping of keys, got {type(values).__name__}")
+        unnamed = [key for key in values if not isinstance(key, str)]
+        if unnamed:
+            raise ConfigError(f"{source}: keys are strings, got {unnamed[0]!r}")
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}") from None
+
+
+class EngineConfig(StrictModel):
+    """What one engine holds and how it decodes.
+
+    ``num_slots`` rows decode at once; each row has room for ``max_length`` tokens (prompt and
+    new tokens together), so the KV memory is ``num_slots * max_length`` cells and never more,
+    plus at most ``max_held_groups`` prompts whose samples still wait for a slot.
+    """
+
+    num_slots: int = Field(default=32, ge=1, le=65536)
+    max_length: int = Field(default=1024, ge=2)
+    layout: Literal["ragged"] = "ragged"
+    prefix: Literal["expand", "off"] = "expand"
+    """``expand``: a prompt is computed once for all its samples. ``off``: once per sample."""
+    deterministic: Literal["seeded", "strict"] = "seeded"
+    """``seeded``: same draws for the same seed. ``strict``: the same bits whatever shares the batch."""
+    max_held_groups: int = Field(default=2, ge=1)
+    compact: bool = True
+    """Move live rows together at the tail, so that a smaller batch decodes them."""
+    pack_linear: Literal["auto", "on", "off"] = "auto"
+    """Pre-pack linear weights on CPU (one extra copy). ``auto``: when the engine loaded the model itself."""
+
+
+class PoolConfig(StrictModel):
+    """What a pool runs: one model, ``num_actors`` engines, one seed."""
+
+    model: str = Field(min_length=1)
+    tokenizer: str | None = None
+    num_actors: int = Field(default=1, ge=1)
+    tensor_parallel_size: Literal[1] = 1
+    dtype: Dtype = "auto"
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    cpus_per_actor: int | None = Field(default=None, ge=1)
+    """Cores, and torch threads, per actor. None: the cluster's cores divided among CPU actors."""
+    gpus_per_actor: float | None = Field(default=None, ge=0)
+    """None: one GPU per actor where the cluster has GPUs, otherwise CPU actors."""
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    max_replays: int = Field(default=2, ge=0)
+    """How often a group may be replayed after the loss of its actor before it fails."""
+    trust_remote_code: bool = False
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Self:
+        """Read a configuration file; an empty or broken one raises :class:`ConfigError`."""
+        import yaml
+
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read configuration {path}: {error}") from None
+        try:
+            values = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            where = " ".join(str(error).split())
+            raise ConfigError(f"{path} is not valid YAML: {where}") from None
+        return cls.parse(values, str(path))
+
+
+def describe(error: ValidationError, model: type[BaseModel]) -> str:
+    """One line for the first fault of a pydantic error, with its full path and the way out."""
+    faults = error.errors(include_url=False)
+    first = faults[0]
+    path = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        known = list(model.model_fields)
+        close = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+        message = f"{path}: unknown key; {hint}"
+    elif first["type"] == "missing":
+        message = f"{path}: required, but not given"
+    elif isinstance(first.get("ctx", {}).get("error"), ConfigError):  # a nested model's own message
+        message = f"{path}.{first['ctx']['error']}"
+    else:
+        text = first["msg"].removeprefix("Value error, ")
+        message = f"{path}: {text}" if path else text
+        if not isinstance(first["input"], (dict, BaseModel)):
+            message += f", got {first['input']!r}"
+    more = len(faults) - 1
+    return f"{message} (and {more} more)" if more else message
+

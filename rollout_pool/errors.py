@@ -1,0 +1,63 @@
+"""Every error that rollout-pool raises on purpose, as one tree.
+
+    RolloutPoolError
+    ├── ConfigError             the configuration is wrong; raised before anything starts
+    │   ├── UnsupportedModelError   the engine cannot serve this model correctly
+    │   └── CapacityError           the planned memory or devices are not there
+    ├── RequestError            one prompt or its sampling is wrong; fails its own group only
+    ├── InputFileError          a file the user named cannot be read as what it should be
+    ├── OutputFileError         a file the user named cannot be written
+    ├── ActorStartError         a rollout actor did not come up within its deadline
+    ├── ActorLostError          a rollout actor died more often than the replays allowed
+    ├── PoolClosedError         the pool was shut down
+    └── VerificationError       log-probabilities differ by more than the stated tolerance
+
+Each message names the input at fault and the way out. A message stays one line, so that the
+command line can print it as it is.
+"""
+
+from __future__ import annotations
+
+
+class RolloutPoolError(Exception):
+    """Base of every error that rollout-pool raises on purpose."""
+
+
+class ConfigError(RolloutPoolError, ValueError):
+    """The configuration is wrong. Raised before any actor starts."""
+
+
+class UnsupportedModelError(ConfigError):
+    """The engine cannot serve this model correctly; the message names the model and the reason."""
+
+
+class CapacityError(ConfigError):
+    """The planned memory or devices are not available; the message says what would fit."""
+
+
+class RequestError(RolloutPoolError, ValueError):
+    """One prompt or its sampling parameters are wrong. Fails its own group and nothing else."""
+
+
+class InputFileError(RolloutPoolError, ValueError):
+    """A file the user named cannot be read as what it should be; the message names file and line."""
+
+
+class OutputFileError(RolloutPoolError, OSError):
+    """A file the user named cannot be written."""
+
+
+class ActorStartError(RolloutPoolError, RuntimeError):
+    """A rollout actor did not come up within its deadline; the message says what was missing."""
+
+
+class ActorLostError(RolloutPoolError, RuntimeError):
+    """A rollout actor died more often than ``PoolConfig.max_replays`` allows."""
+
+
+class PoolClosedError(RolloutPoolError, RuntimeError):
+    """The pool was shut down and takes no more work."""
+
+
+class VerificationError(RolloutPoolError, RuntimeError):
+    """Log-probabilities differ from the teacher-forced forward by more than the tolerance."""

@@ -1,0 +1,227 @@
+"""The nouns that cross every boundary: what is asked for, and what comes back.
+
+Nothing here imports torch or Ray, and every array is NumPy, so a group crosses a process
+boundary as a few buffers rather than as one Python object per token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, field_validator, model_validator
+
+from rollout_pool.config import StrictModel
+
+TokenIds = npt.NDArray[np.int64]
+Logprobs = npt.NDArray[np.float32]
+FinishReason = Literal["stop", "length", "aborted", "error"]
+Prompt = str | Sequence[int] | TokenIds | Sequence[Mapping[str, Any]]
+MAX_SEED = 2**63
+
+
+class SamplingParams(StrictModel):
+    """How the samples of one prompt are drawn. Defaults are neutral: the model's own distribution.
+
+    The order of operations is that of Hugging Face ``generate``: repetition penalty and
+    ``min_new_tokens``, temperature, top-k, top-p, min-p.
+    """
+
+    n: int = Field(default=1, ge=1)
+    max_new_tokens: int = Field(default=128, ge=1)
+    min_new_tokens: int = Field(default=0, ge=0)
+    temperature: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+    """0 is greedy, whatever the other fields say."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int | None = Field(default=None)
+    """Off: None, 0 (Hugging Face, TRL) or -1 (vLLM, DeepSpeed)."""
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    repetition_penalty: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    stop: tuple[str, ...] = ()
+    """Strings that end a sample; they may cross token boundaries. The text ends before the match."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = Field(default=None, ge=0, lt=MAX_SEED)
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_or_many_strings(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = (value,)
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("stop_token_ids", mode="before")
+    @classmethod
+    def _one_or_many_ids(cls, value: Any) -> Any:
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = (value,)
+        return tuple(value) if isinstance(value, list) else value
+
+    @field_validator("stop")
+    @classmethod
+    def _no_empty_stop(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in value:
+            raise ValueError("an empty stop string would end every sample at once")
+        return value
+
+    @field_validator("top_k")
+    @classmethod
+    def _top_k_off(cls, value: int | None) -> int | None:
+        if value is not None and value < -1:
+            raise ValueError("must be positive, or -1, 0 or None for no top-k")
+        return value if value is not None and value > 0 else None
+
+    @model_validator(mode="after")
+    def _budget(self) -> Self:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens ({self.min_new_tokens}) is above max_new_tokens ({self.max_new_tokens})"
+            )
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRequest:
+    """One prompt with its own settings. What is left None comes from the call.
+
+    ``request_id`` is the identity that randomness is drawn from: a named request gives the same
+    samples in any order and in any batch. Without one, the identity is the index in the call.
+    ``sample_offset`` numbers the first sample, so n=4 equals n=2 followed by n=2 with offset 2.
+    ``metadata`` comes back untouched.
+    """
+
+    prompt: Prompt
+    sampling: SamplingParams | None = None
+    seed: int | None = None
+    request_id: str | int | None = None
+    sample_offset: int = 0
+    metadata: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedRequest:
+    """A request with nothing left open: what the pool queues and an engine runs.
+
+    ``identity`` and ``seed`` (with sample index, position and vocabulary id) determine every draw,
+    so the same resolved request gives the same samples on any actor and on any replay.
+    """
+
+    prompt: Prompt
+    sampling: SamplingParams
+    seed: int
+    identity: str
+    request_id: str | int
+    index: int
+    sample_offset: int = 0
+    metadata: Any = None
+    fault: str | None = None
+    """Set when the request is already known to be bad; it then fails its own group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One finished sample. All arrays have the length of ``token_ids``."""
+
+    token_ids: TokenIds
+    """Includes the EOS or stop token that ended the sample."""
+    text: str
+    """Decoded without special tokens; ends before a matched stop string."""
+    logprobs: Logprobs
+    """log-softmax of fp32 logits / temperature over the whole vocabulary (unscaled at temperature 0)."""
+    sampling_logprobs: Logprobs
+    """Under the distribution really drawn from: after penalties, top-k, top-p and min-p. 0 when greedy."""
+    finish_reason: FinishReason
+    stop_match: str | int | None
+    """The stop string or token id that ended the sample."""
+    weight_version: int
+    token_versions: TokenIds
+    seed: int
+    sample_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds a group spent in one engine: waiting, and from its prefill to its last token."""
+
+    queue_s: float = 0.0
+    run_s: float = 0.0
+    prefill_tokens: int = 0
+    """Prompt tokens really computed for this group."""
+    actor: str = ""
+    """Which rollout actor served it; empty without a pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutGroup:
+    """All samples of one prompt, or the reason why there are none."""
+
+    request_id: str | int
+    index: int
+    prompt_token_ids: TokenIds
+    samples: list[Sample]
+    error: str | None = None
+    metadata: Any = None
+    timing: Timing = field(default_factory=Timing)
+
+    def replace(self, **changes: Any) -> RolloutGroup:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters of one engine since it started, and its state now.
+
+    submitted = finished + failed + cancelled + (waiting + running), always.
+    """
+
+    submitted: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    waiting_groups: int = 0
+    running_groups: int = 0
+    num_slots: int = 0
+    live_rows: int = 0
+    prefills: int = 0
+    prefill_tokens: int = 0
+    """Prompt tokens computed."""
+    prefill_tokens_saved: int = 0
+    """Prompt tokens that sharing a prefill among samples made unnecessary."""
+    held_groups_peak: int = 0
+    decode_steps: int = 0
+    rows_decoded: int = 0
+    """Live rows summed over decode steps."""
+    rows_computed: int = 0
+    """Rows the model computed, idle ones included, summed over decode steps."""
+    compactions: int = 0
+    rows_moved: int = 0
+    new_tokens: int = 0
+    samples_finished: int = 0
+    kv_bytes: int = 0
+    weight_version: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Groups in and out of a pool since it started, and what its actors are doing.
+
+    submitted = returned + failed + cancelled + in_flight, always. A failed group is also
+    delivered to its caller, with its ``error``; it counts as failed, not as returned.
+    """
+
+    submitted: int = 0
+    returned: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    in_flight: int = 0
+    replayed: int = 0
+    queued: int = 0
+    """Of those in flight, the ones no actor has yet."""
+    actors_lost: int = 0
+    num_actors: int = 0
+    actors: tuple[EngineStats, ...] = ()
