@@ -121,4 +121,3 @@ def describe(error: ValidationError, model: type[BaseModel]) -> str:
             message += f", got {first['input']!r}"
     more = len(faults) - 1
     return f"{message} (and {more} more)" if more else message
-

@@ -1,0 +1,90 @@
+# `make demo` and `make test` work from a clean clone: they set up .venv by themselves.
+#
+# On a machine without a GPU, install PyTorch's CPU build into .venv before the first `make` to save
+# the download of the CUDA build: python3 -m venv .venv && .venv/bin/pip install <your CPU build of torch>.
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+LOWEST := transformers==5.17.0 ray==2.50.0 pydantic==2.10.0
+
+BIN := $(VENV)/bin
+INPUTS := pyproject.toml setup.cfg constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CODE := rollout_pool actors kernels benchmarks examples tests
+
+# The repository root must not be on sys.path: `kernels` is also the name of another package.
+export PYTHONSAFEPATH = 1
+export TOKENIZERS_PARALLELISM = false
+export HF_HUB_OFFLINE = 1
+
+.PHONY: help demo test test-fast test-lowest check format bench venv clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo         roll out real tasks on a small model: 2 CPU actors, rewards, log-probability check"
+	@echo "make test         all tests (fetches the demo model first)"
+	@echo "make test-fast    the tests that take seconds"
+	@echo "make test-lowest  the fast tests with the lowest supported transformers, ray and pydantic"
+	@echo "make check        ruff, ruff format, mypy --strict"
+	@echo "make format       let ruff fix and format the code"
+	@echo "make bench        speed side by side with other ways to roll out (minutes)"
+	@echo "make venv         only set up $(VENV)"
+	@echo "make clean        remove $(VENV), caches and build outputs (not the demo model)"
+
+demo: $(VENV)/.demo
+	@$(BIN)/rollout-pool fetch-demo-model
+	@$(BIN)/python examples/demo.py
+
+test: $(VENV)/.dev
+	@$(BIN)/rollout-pool fetch-demo-model
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-fast: $(VENV)/.dev
+	@$(BIN)/python -m pytest -m "not slow and not demo_model" $(PYTEST_ARGS)
+
+test-lowest: $(VENV)-lowest/.dev
+	@$(VENV)-lowest/bin/python -m pytest -m "not slow and not demo_model" $(PYTEST_ARGS)
+
+check: $(VENV)/.dev
+	@$(BIN)/ruff check $(CODE)
+	@$(BIN)/ruff format --check $(CODE)
+	@$(BIN)/mypy
+
+format: $(VENV)/.dev
+	@$(BIN)/ruff check --fix $(CODE)
+	@$(BIN)/ruff format $(CODE)
+
+bench: $(VENV)/.dev
+	@$(BIN)/rollout-pool fetch-demo-model
+	@$(BIN)/python benchmarks/peers.py $(BENCH_ARGS)
+
+venv: $(VENV)/.dev
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "rollout-pool needs Python 3.11 or newer; try: make PYTHON=python3.11" >&2; exit 1; }
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(INPUTS) | $(BIN)/python
+	@echo "installing rollout-pool and what the demo needs into $(VENV) (a few minutes the first time)"
+	@$(PIP) install --quiet -c constraints.txt -e '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: $(INPUTS) | $(BIN)/python
+	@echo "installing rollout-pool, tests and linters into $(VENV) (a few minutes the first time)"
+	@$(PIP) install --quiet -c constraints.txt -e '.[test,dev]'
+	@touch $(VENV)/.demo $@
+
+# torch stays the one of constraints.txt: its lower end is several GB of CUDA packages away.
+$(VENV)-lowest/.dev: $(INPUTS) Makefile
+	@echo "installing the lowest supported versions into $(VENV)-lowest: $(LOWEST)"
+	@$(PYTHON) -m venv $(VENV)-lowest
+	@$(VENV)-lowest/bin/python -m pip --disable-pip-version-check install --quiet \
+	  -e '.[test]' $(LOWEST) $$(grep '^torch==' constraints.txt)
+	@touch $@
+
+clean:
+	rm -rf $(VENV) $(VENV)-lowest build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
