@@ -7,10 +7,11 @@ A wrong value or an unknown key raises :class:`ConfigError` with the full path o
 from __future__ import annotations
 
 import difflib
+import os
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from rollout_pool.errors import ConfigError
 
@@ -46,8 +47,8 @@ class EngineConfig(StrictModel):
     """What one engine holds and how it decodes.
 
     ``num_slots`` rows decode at once; each row has room for ``max_length`` tokens (prompt and
-    new tokens together), so the KV memory is ``num_slots * max_length`` cells and never more,
-    plus at most ``max_held_groups`` prompts whose samples still wait for a slot.
+    new tokens together), so the KV memory is ``num_slots * max_length`` cells and never more, plus
+    those of one prompt whose samples still wait for a slot.
     """
 
     num_slots: int = Field(default=32, ge=1, le=65536)
@@ -57,11 +58,11 @@ class EngineConfig(StrictModel):
     """``expand``: a prompt is computed once for all its samples. ``off``: once per sample."""
     deterministic: Literal["seeded", "strict"] = "seeded"
     """``seeded``: same draws for the same seed. ``strict``: the same bits whatever shares the batch."""
-    max_held_groups: int = Field(default=2, ge=1)
     compact: bool = True
     """Move live rows together at the tail, so that a smaller batch decodes them."""
-    pack_linear: Literal["auto", "on", "off"] = "auto"
-    """Pre-pack linear weights on CPU (one extra copy). ``auto``: when the engine loaded the model itself."""
+    linear_layout: Literal["auto", "native", "transposed"] = "auto"
+    """How linear weights lie in CPU memory; transposed is faster at few rows, and takes no more memory.
+    ``auto``: transposed when the engine loaded the model itself, untouched when it was given one."""
 
 
 class PoolConfig(StrictModel):
@@ -83,21 +84,37 @@ class PoolConfig(StrictModel):
     """How often a group may be replayed after the loss of its actor before it fails."""
     trust_remote_code: bool = False
 
+    @field_validator("model", "tokenizer")
+    @classmethod
+    def _home(cls, value: str | None) -> str | None:
+        return os.path.expanduser(value) if value is not None else None
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _empty_section(cls, value: Any) -> Any:
+        return {} if value is None else value  # `engine:` with all its keys commented out
+
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:
         """Read a configuration file; an empty or broken one raises :class:`ConfigError`."""
-        import yaml
+        return cls.parse(read_yaml(path), str(path))
 
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read configuration {path}: {error}") from None
-        try:
-            values = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            where = " ".join(str(error).split())
-            raise ConfigError(f"{path} is not valid YAML: {where}") from None
-        return cls.parse(values, str(path))
+
+def read_yaml(path: str | Path) -> Any:
+    """What a YAML file holds, unchecked. Raises :class:`ConfigError` when it can't be read."""
+    import yaml
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        where = " ".join(str(error).split())
+        raise ConfigError(f"{path} is not valid YAML: {where}") from None
 
 
 def describe(error: ValidationError, model: type[BaseModel]) -> str:

@@ -134,14 +134,15 @@ def _convert(source: Path, folder: Path) -> None:
         f"{short}_token_id": values[f"tokenizer.ggml.{name}_token_id"]
         for short, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
     }
+    heads = values["llama.attention.head_count"], values["llama.attention.head_count_kv"]
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"],
         vocab_size=values["llama.vocab_size"],
         hidden_size=values["llama.embedding_length"],
         intermediate_size=values["llama.feed_forward_length"],
         num_hidden_layers=values["llama.block_count"],
-        num_attention_heads=values["llama.attention.head_count"],
-        num_key_value_heads=values["llama.attention.head_count_kv"],
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
         max_position_embeddings=values["llama.context_length"],
         rms_norm_eps=values["llama.attention.layer_norm_rms_epsilon"],
         rope_parameters={"rope_type": "default", "rope_theta": values["llama.rope.freq_base"]},
@@ -149,7 +150,7 @@ def _convert(source: Path, folder: Path) -> None:
         dtype="float32",
         **special,
     )
-    weights = _weights(reader, config.num_attention_heads, config.num_key_value_heads)
+    weights = _weights(reader, *heads)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     tokenizer.model_max_length = config.max_position_embeddings
 
