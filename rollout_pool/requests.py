@@ -22,7 +22,7 @@ from rollout_pool.types import (
 def failed_group(request: ResolvedRequest, error: str) -> RolloutGroup:
     """The group of a request that cannot be served: no samples, and the reason."""
     empty = np.zeros(0, dtype=np.int64)
-    return RolloutGroup(request.request_id, request.index, empty, [], error, request.metadata)
+    return RolloutGroup(request.request_id, request.index, empty, [], error, request.metadata, request.sampling)
 
 
 def resolve_requests(

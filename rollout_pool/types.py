@@ -121,6 +121,12 @@ class ResolvedRequest:
     fault: str | None = None
     """Set when the request is already known to be bad; it then fails its own group."""
 
+    @property
+    def label(self) -> str:
+        """How messages name it: by the caller's own id, otherwise by its place in the call."""
+        kind, _, name = self.identity.partition(":")
+        return f"request {name!r}" if kind == "name" else f"prompt {self.index}"
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -165,6 +171,8 @@ class RolloutGroup:
     samples: list[Sample]
     error: str | None = None
     metadata: Any = None
+    sampling: SamplingParams | None = None
+    """What the samples were drawn with; None when the request could not be read."""
     timing: Timing = field(default_factory=Timing)
 
     def replace(self, **changes: Any) -> RolloutGroup:
@@ -187,12 +195,13 @@ class EngineStats:
     running_groups: int = 0
     num_slots: int = 0
     live_rows: int = 0
+    waiting_samples: int = 0
+    """Samples that have no slot yet, those of partly admitted groups included."""
     prefills: int = 0
     prefill_tokens: int = 0
     """Prompt tokens computed."""
     prefill_tokens_saved: int = 0
     """Prompt tokens that sharing a prefill among samples made unnecessary."""
-    held_groups_peak: int = 0
     decode_steps: int = 0
     rows_decoded: int = 0
     """Live rows summed over decode steps."""

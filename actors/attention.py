@@ -1,0 +1,94 @@
+"""Decode attention as a Transformers attention function, and the mask that goes with it.
+
+While a model decodes, its attention implementation is :data:`NAME`. The model's own modelling code
+then asks :func:`row_mask` for its masks (one per layer type) and calls :func:`row_attention` in every
+layer, with whatever it passes to any implementation: scaling, soft-cap, sinks. Prefill and training
+keep the implementation the model was loaded with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from rollout_pool.errors import UnsupportedModelError
+from rollout_pool.kernels.ops import decode_attention
+
+NAME = "rollout_pool_rows"
+
+MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def row_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: torch.Tensor,
+    mask_function: MaskFunction,
+    kv_offset: int = 0,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> torch.Tensor:
+    """Bool ``[rows, 1, 1, kv_length]``: which cells the query of each row sees.
+
+    ``q_offset`` is the position of each row's query, ``[rows]``, as the slot cache reports it.
+    ``mask_function`` is the model's own rule for (batch, head, query position, key position): causal,
+    sliding window, chunked. It is evaluated on positions, so every rule that Transformers can express
+    holds per row, and cells past a row's position, used or not, are never seen.
+    """
+    rows = torch.arange(batch_size, device=device).view(-1, 1, 1, 1)
+    head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
+    columns = torch.arange(kv_offset, kv_offset + kv_length, device=device).view(1, 1, 1, -1)
+    visible = mask_function(rows, head, q_offset.view(-1, 1, 1, 1), columns)
+    return visible.expand(batch_size, 1, 1, kv_length)
+
+
+def row_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one query per row; see :func:`rollout_pool.kernels.reference.decode_attention`.
+
+    Returns ``[rows, 1, heads, head_dim]``, as Transformers expects, and no weights.
+    """
+    if position_bias is not None:
+        raise UnsupportedModelError(f"{type(module).__name__} adds a position bias to its attention scores")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = decode_attention(query, key, value, attention_mask, scaling=scale, softcap=softcap, sinks=s_aux)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register(NAME, row_attention)
+AttentionMaskInterface.register(NAME, row_mask)
+
+
+class AttentionSwitch:
+    """Switches one model between its own attention and :func:`row_attention`, and back."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        configs = (getattr(module, "config", None) for module in model.modules())
+        self._configs = list({id(config): config for config in configs if config is not None}.values())
+
+    @contextmanager
+    def rows(self) -> Iterator[None]:
+        """Within this context the model attends row by row; what was set before comes back after it."""
+        before = [config._attn_implementation_internal for config in self._configs]
+        for config in self._configs:
+            config._attn_implementation_internal = NAME
+        try:
+            yield
+        finally:
+            for config, name in zip(self._configs, before, strict=True):
+                config._attn_implementation_internal = name

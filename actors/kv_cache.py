@@ -1,0 +1,210 @@
+"""The slot cache: one row of KV (or recurrent state) per slot, each at its own length.
+
+Layout ``ragged``: a row's tokens start in column 0, so a cell's column is its position, and a freed
+slot is used again by setting one number. Layers take their shapes from the tensors of a real prefill,
+never from configuration keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicLayer, LinearAttentionLayer
+
+from rollout_pool.errors import UnsupportedModelError
+from rollout_pool.kernels import ops
+
+VIEW_STEP = 64
+"""Attention reads the cache up to a multiple of this many columns."""
+
+
+class DecodeStep:
+    """What all layers share during one decode step: which rows run, and where each one writes."""
+
+    def __init__(self, positions: torch.Tensor, columns: int, length: int) -> None:
+        self.positions = positions  # int64 [rows]
+        self.rows = positions.shape[0]
+        self.columns = columns
+        self._length = length
+        self._cells: dict[int, torch.Tensor] = {}
+
+    def cells(self, kv_heads: int) -> torch.Tensor:
+        """Index of every ``head_dim`` vector written in this step: int64 ``[rows * kv_heads]``."""
+        if kv_heads not in self._cells:
+            device = self.positions.device
+            first = torch.arange(self.rows * kv_heads, device=device).view(self.rows, kv_heads) * self._length
+            self._cells[kv_heads] = (first + self.positions.unsqueeze(1)).flatten()
+        return self._cells[kv_heads]
+
+
+class _Stepping:
+    """The step that is running; set by the cache, read by its layers."""
+
+    step: DecodeStep
+
+
+class SlotKVLayer(CacheLayerMixin):
+    """Keys and values of one attention layer: ``[slots, kv_heads, length, head_dim]``."""
+
+    is_sliding = False
+
+    def __init__(self, like: DynamicLayer, num_slots: int, length: int, clock: _Stepping) -> None:
+        super().__init__()
+        self._clock = clock
+        self.keys = _rows_like(like.keys, num_slots, length)
+        self.values = _rows_like(like.values, num_slots, length)
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the shapes came with the prefill."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write one token per row at its position; return views of the rows and columns in use."""
+        step = self._clock.step
+        cells = step.cells(key_states.shape[1])
+        ops.write_kv(self.keys, key_states, cells)
+        ops.write_kv(self.values, value_states, cells)
+        return self.keys[: step.rows, :, : step.columns], self.values[: step.rows, :, : step.columns]
+
+    def expand(self, prefix: DynamicLayer, slots: torch.Tensor, length: int) -> None:
+        """Copy a prompt's KV into ``slots``. A sliding layer kept only its last cells, which go where
+        they belong; the cells before them are outside the window for good."""
+        start = length - prefix.keys.shape[2]
+        ops.expand_kv(self.keys, prefix.keys, slots, start)
+        ops.expand_kv(self.values, prefix.values, slots, start)
+
+    def move(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
+        """Move the first ``length`` cells of rows ``source`` to rows ``target``."""
+        ops.compact_kv(self.keys, source, target, length)
+        ops.compact_kv(self.values, source, target, length)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every tensor whose first dimension is the slot."""
+        yield self.keys
+        yield self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns that attention reads in this step, from column 0."""
+        return self._clock.step.columns, 0
+
+    def get_seq_length(self) -> int:
+        """Columns that attention reads; rows differ, and positions are always given explicitly."""
+        return self._clock.step.columns - 1
+
+    def get_max_length(self) -> int:
+        """Cells per slot."""
+        return int(self.keys.shape[2])
+
+
+class SlotStateLayer(LinearAttentionLayer):
+    """Convolution and recurrent states of one linear-attention layer: ``[slots, ...]`` each."""
+
+    def __init__(self, like: LinearAttentionLayer, num_slots: int) -> None:
+        super().__init__(number_of_states=like.number_of_states)
+        self.device, self.dtype = like.device, like.dtype
+        self.conv_kernel_size = dict(like.conv_kernel_size)
+        self._conv = {i: _states_like(state, num_slots) for i, state in like.conv_states.items()}
+        self._recurrent = {i: _states_like(state, num_slots) for i, state in like.recurrent_states.items()}
+        self.is_conv_states_initialized = {i: s is not None for i, s in self._conv.items()}
+        self.is_recurrent_states_initialized = {i: s is not None for i, s in self._recurrent.items()}
+        self.has_previous_state = dict.fromkeys(self._conv, True)
+
+    def begin(self, rows: int) -> None:
+        """Show the model the states of the first ``rows`` slots; it updates them in place."""
+        self.conv_states = {i: None if s is None else s[:rows] for i, s in self._conv.items()}
+        self.recurrent_states = {i: None if s is None else s[:rows] for i, s in self._recurrent.items()}
+
+    def expand(self, prefix: LinearAttentionLayer, slots: torch.Tensor, length: int) -> None:
+        """Copy a prompt's final states into ``slots``."""
+        for mine, theirs in ((self._conv, prefix.conv_states), (self._recurrent, prefix.recurrent_states)):
+            for i, state in mine.items():
+                if state is not None:
+                    state[slots] = theirs[i]
+
+    def move(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
+        """Move whole states; they have no columns."""
+        for state in self.tensors():
+            ops.move_rows(state, source, target)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every tensor whose first dimension is the slot."""
+        for states in (self._conv, self._recurrent):
+            yield from (state for state in states.values() if state is not None)
+
+
+class SlotCache(Cache):
+    """A Transformers cache of ``num_slots`` rows for decoding one token per row and step."""
+
+    def __init__(self, prefill: Cache, num_slots: int, length: int) -> None:
+        """prefill: the cache of any finished prefill; only shapes, dtypes and devices are taken."""
+        self._clock = _Stepping()
+        self.length = length
+        super().__init__(layers=[self._layer(layer, num_slots, length) for layer in prefill.layers])
+
+    def _layer(self, like: Any, num_slots: int, length: int) -> Any:
+        if type(like).__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer") and like.is_initialized:
+            return SlotKVLayer(like, num_slots, length, self._clock)
+        if type(like) is LinearAttentionLayer:
+            return SlotStateLayer(like, num_slots)
+        if isinstance(like, DummyLayer):
+            return like
+        raise UnsupportedModelError(f"its cache has layers of type {type(like).__name__}, which slots cannot hold")
+
+    def begin(self, positions: torch.Tensor, longest: int) -> None:
+        """Start a step in which row i writes column ``positions[i]``; ``longest`` bounds them all."""
+        columns = min(self.length, -(-(longest + 1) // VIEW_STEP) * VIEW_STEP)
+        self._clock.step = DecodeStep(positions, columns, self.length)
+        for layer in self.layers:
+            if isinstance(layer, SlotStateLayer):
+                layer.begin(positions.shape[0])
+
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        """Position of every row's query ``[rows]``; :func:`rollout_pool.actors.attention.row_mask` reads it."""
+        return self._clock.step.positions
+
+    def expand(self, prefix: Cache, slots: torch.Tensor, length: int) -> None:
+        """Copy a prompt of ``length`` tokens into every one of ``slots``."""
+        for layer, source in zip(self.layers, prefix.layers, strict=True):
+            if not isinstance(layer, DummyLayer):
+                layer.expand(source, slots, length)
+
+    def move(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
+        """Move rows with all they hold; ``length`` bounds the cells in use."""
+        for layer in self.layers:
+            if not isinstance(layer, DummyLayer):
+                layer.move(source, target, length)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every tensor of the cache; the first dimension of each is the slot."""
+        for layer in self.layers:
+            if not isinstance(layer, DummyLayer):
+                yield from layer.tensors()
+
+
+def cache_bytes(prefill: Cache) -> tuple[int, int]:
+    """Bytes that one slot takes per token of length, and besides, as a prefill's tensors show."""
+    per_token = fixed = 0
+    for layer in prefill.layers:
+        if isinstance(layer, DynamicLayer):
+            cells = max(1, layer.keys.shape[2])
+            per_token += (layer.keys.nbytes + layer.values.nbytes) // cells
+        elif isinstance(layer, LinearAttentionLayer):
+            states = (*layer.conv_states.values(), *layer.recurrent_states.values())
+            fixed += sum(state.nbytes for state in states if state is not None)
+    return per_token, fixed
+
+
+def _rows_like(tensor: torch.Tensor, num_slots: int, length: int) -> torch.Tensor:
+    _, kv_heads, _, head_dim = tensor.shape
+    return torch.zeros(num_slots, kv_heads, length, head_dim, dtype=tensor.dtype, device=tensor.device)
+
+
+def _states_like(state: torch.Tensor | None, num_slots: int) -> torch.Tensor | None:
+    if state is None:
+        return None
+    return torch.zeros(num_slots, *state.shape[1:], dtype=state.dtype, device=state.device)

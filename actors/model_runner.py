@@ -1,0 +1,91 @@
+"""Forward passes: a prompt's prefill, and one decode step for many rows at their own lengths."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from rollout_pool.actors.attention import AttentionSwitch
+from rollout_pool.actors.kv_cache import SlotCache
+from rollout_pool.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A prompt that has been computed: its cache, and the logits of its next token."""
+
+    cache: Cache
+    logits: torch.Tensor  # float32 [1, vocab]
+    length: int
+
+
+class ModelRunner:
+    """Runs one model. Never trains it, and leaves it as it was: mode, attention, ``use_cache``."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.config = model.config.get_text_config(decoder=True)
+        self.device: torch.device = next(model.parameters()).device
+        self.vocab_size: int = _vocabulary_size(model)
+        self._attention = AttentionSwitch(model)
+        parameters = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self._keeps_logits = "logits_to_keep" in parameters
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Evaluation mode without gradients; the model's mode is restored on the way out."""
+        modes = [(module, module.training) for module in self.model.modules() if module.training]
+        self.model.eval()
+        try:
+            with torch.inference_mode():
+                yield
+        finally:
+            for module, _ in modes:
+                module.training = True
+
+    def prefill(self, token_ids: torch.Tensor) -> Prefix:
+        """Compute a prompt alone and unpadded, as ``generate`` would. token_ids: int64 ``[tokens]``."""
+        cache = DynamicCache(config=self.model.config)
+        length = token_ids.shape[0]
+        positions = torch.arange(length, device=self.device).unsqueeze(0)
+        logits = self._forward(token_ids.unsqueeze(0), positions, cache)
+        return Prefix(cache, logits, length)
+
+    def decode(
+        self, cache: SlotCache, tokens: torch.Tensor, positions: torch.Tensor, longest: int
+    ) -> torch.Tensor:
+        """One step of rows 0 to n-1 of ``cache``: each token at its row's position.
+
+        tokens, positions: int64 ``[rows]``; ``longest`` is at least the largest position. Returns
+        float32 logits ``[rows, vocab]`` that the caller may overwrite.
+        """
+        cache.begin(positions, longest)
+        with self._attention.rows():
+            return self._forward(tokens.unsqueeze(1), positions.unsqueeze(1), cache)
+
+    def teacher_forced(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Logits of every position in one plain forward without a cache: float32 ``[tokens, vocab]``."""
+        positions = torch.arange(token_ids.shape[0], device=self.device).unsqueeze(0)
+        out = self.model(input_ids=token_ids.unsqueeze(0), position_ids=positions, use_cache=False)
+        return out.logits[0].float()
+
+    def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
+        arguments: dict[str, Any] = {self._cache_argument: cache, "use_cache": True}
+        if self._keeps_logits:
+            arguments["logits_to_keep"] = 1
+        out = self.model(input_ids=input_ids, position_ids=positions, **arguments)
+        return out.logits[:, -1, :].float()
+
+
+def _vocabulary_size(model: PreTrainedModel) -> int:
+    output = model.get_output_embeddings()
+    if output is None:
+        raise UnsupportedModelError(f"{type(model).__name__} has no language-model head")
+    return int(output.weight.shape[0])

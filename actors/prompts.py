@@ -1,0 +1,95 @@
+"""From any form of prompt to token ids, with a reason when it cannot be done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rollout_pool.errors import RequestError
+from rollout_pool.types import ResolvedRequest, TokenIds
+
+
+class PromptEncoder:
+    """Encodes prompts for one model: its tokenizer, its vocabulary, the engine's row length."""
+
+    def __init__(self, tokenizer: Any | None, vocab_size: int, max_length: int) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_length = max_length
+
+    def encode(self, request: ResolvedRequest) -> TokenIds:
+        """Token ids of the prompt: int64 ``[tokens]``. Raises :class:`RequestError` with the reason."""
+        if request.fault is not None:
+            raise RequestError(request.fault)
+        ids = self._token_ids(request.prompt)
+        sampling = request.sampling
+        if ids.size == 0:
+            raise RequestError("the prompt is empty; it needs at least one token")
+        bad = ids[(ids < 0) | (ids >= self.vocab_size)]
+        if bad.size:
+            raise RequestError(
+                f"token id {int(bad[0])} in the prompt is outside the vocabulary (0 to {self.vocab_size - 1})"
+            )
+        need = ids.size + sampling.max_new_tokens
+        if need > self.max_length:
+            raise RequestError(
+                f"prompt of {ids.size} tokens + max_new_tokens {sampling.max_new_tokens} = {need} exceeds "
+                f"engine.max_length {self.max_length}; raise engine.max_length or lower max_new_tokens"
+            )
+        if sampling.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and none was loaded; use stop_token_ids")
+        outside = [i for i in sampling.stop_token_ids if not 0 <= i < self.vocab_size]
+        if outside:
+            raise RequestError(f"stop_token_ids: {outside[0]} is outside the vocabulary (0 to {self.vocab_size - 1})")
+        return ids
+
+    def _token_ids(self, prompt: Any) -> TokenIds:
+        if isinstance(prompt, str):
+            return self._ids(self._need_tokenizer("a text prompt")(prompt)["input_ids"])
+        if isinstance(prompt, np.ndarray):
+            if prompt.ndim != 1 or (prompt.size and not np.issubdtype(prompt.dtype, np.integer)):
+                raise RequestError(
+                    f"a token-id array must be one-dimensional integers, got {prompt.dtype} {prompt.shape}"
+                )
+            return prompt.astype(np.int64)
+        if isinstance(prompt, (list, tuple)):
+            if not prompt:
+                return np.zeros(0, dtype=np.int64)
+            if all(isinstance(item, Mapping) for item in prompt):
+                return self._chat(prompt)
+            return self._ids(prompt)
+        raise RequestError(
+            f"a prompt must be a str, a list of token ids or a list of messages, got {type(prompt).__name__}"
+        )
+
+    def _chat(self, messages: Any) -> TokenIds:
+        tokenizer = self._need_tokenizer("a list of messages")
+        for number, message in enumerate(messages):
+            missing = [key for key in ("role", "content") if key not in message]
+            if missing:
+                raise RequestError(f"message {number} of the prompt has no {missing[0]!r}")
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise RequestError("the tokenizer has no chat template; pass the prompt as text or token ids")
+        try:
+            text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise RequestError(f"the chat template rejected the messages: {reason}") from error
+        return self._ids(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _need_tokenizer(self, what: str) -> Any:
+        if self.tokenizer is None:
+            raise RequestError(f"{what} needs a tokenizer, and none was loaded; pass token ids")
+        return self.tokenizer
+
+    @staticmethod
+    def _ids(values: Any) -> TokenIds:
+        for position, value in enumerate(values):
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+                raise RequestError(f"item {position} of the prompt is {value!r}, expected an integer token id")
+        try:
+            return np.asarray(values, dtype=np.int64)
+        except OverflowError:
+            raise RequestError("a token id of the prompt does not fit 64 bits") from None

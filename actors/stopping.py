@@ -1,0 +1,48 @@
+"""Stop strings: found in the text as it grows, across token boundaries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class StopWatch:
+    """Follows one sample's text and says when a stop string appears in it.
+
+    Decoding is incremental: only the last tokens are decoded again, with enough before them that
+    the tokenizer joins words and bytes as it does in the whole text. Text that ends inside a
+    multi-byte character waits for its rest.
+    """
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...], min_new_tokens: int = 0) -> None:
+        """No string counts that is complete before the sample has ``min_new_tokens``."""
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._min_new = min_new_tokens
+        self._longest = max(len(text) for text in stop)
+        self._tokens: list[int] = []
+        self._context = 0  # first token that is decoded again
+        self._read = 0  # tokens whose text is settled
+        self.text = ""
+        self.match: str | None = None
+
+    def push(self, token: int) -> bool:
+        """Add a token; True when a stop string is now in the text. The earliest match counts."""
+        self._tokens.append(token)
+        settled = self._decode(self._tokens[self._context : self._read])
+        window = self._decode(self._tokens[self._context :])
+        if window.endswith("\N{REPLACEMENT CHARACTER}") or len(window) <= len(settled):
+            return False
+        search_from = max(0, len(self.text) - self._longest + 1)
+        self.text += window[len(settled) :]
+        self._context, self._read = self._read, len(self._tokens)
+        if len(self._tokens) < self._min_new:
+            return False
+        found = [(at, text) for text in self._stop if (at := self.text.find(text, search_from)) >= 0]
+        if not found:
+            return False
+        at, self.match = min(found, key=lambda hit: (hit[0], -len(hit[1])))
+        self.text = self.text[:at]
+        return True
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))

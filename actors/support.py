@@ -1,0 +1,111 @@
+"""Which models the engine serves: what is refused by its configuration, and a trial that shows the rest.
+
+A model is refused when it is loaded, never later. The configuration says why for the known cases. All
+others are tried: a few tokens are decoded through the slot cache, two rows of different lengths among
+poisoned cells, and must agree with a plain forward as well as the model's own cached decoding does.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from transformers import PreTrainedModel
+
+from rollout_pool.actors.kv_cache import SlotCache
+from rollout_pool.actors.model_runner import ModelRunner, Prefix
+from rollout_pool.errors import UnsupportedModelError
+
+POISON = 1e4
+_TRIAL_LENGTHS = (3, 6)
+_TRIAL_STEPS = 3
+
+
+def refuse_by_configuration(model: PreTrainedModel, max_length: int) -> None:
+    """Raise :class:`UnsupportedModelError` for what is known not to work, by name and reason."""
+    name = type(model).__name__
+    config = model.config.get_text_config(decoder=True)
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{name} is an encoder-decoder model; only decoder models are served")
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedModelError(
+            f"{name} takes no position_ids: it derives positions from a 2-D mask (ALiBi and the like), "
+            "which rows of different lengths in one batch do not have"
+        )
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModelError(f"{name} does not call its attention through transformers' AttentionInterface")
+    if getattr(config, "alibi", False):
+        raise UnsupportedModelError(f"{name} uses ALiBi, which layout 'ragged' does not serve")
+    for kind, original in _rope_kinds(config):
+        if kind == "dynamic":
+            raise UnsupportedModelError(
+                f"{name} uses dynamic RoPE scaling, whose frequencies depend on the longest row of the batch"
+            )
+        if kind == "longrope" and original is not None and max_length > original:
+            raise UnsupportedModelError(
+                f"{name} switches its RoPE frequencies (longrope) at {original} tokens, so rows on both sides cannot "
+                f"share a batch: set engine.max_length to at most {original}, it is {max_length}"
+            )
+
+
+def trial(runner: ModelRunner) -> Prefix:
+    """Decode a little and compare; returns a small prefill whose tensors give the cache its shapes."""
+    name = type(runner.model).__name__
+    try:
+        worst, floor, prefix = _measure(runner)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{name} cannot be served: {error}") from None
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise UnsupportedModelError(f"{name} failed to decode through the slot cache: {reason}") from error
+    if not worst <= floor:
+        raise UnsupportedModelError(
+            f"{name} gives other logits through the slot cache than in a plain forward "
+            f"(relative difference {worst:.1e}, at most {floor:.1e} expected); it uses something the engine does not know"
+        )
+    return prefix
+
+
+def _measure(runner: ModelRunner) -> tuple[float, float, Prefix]:
+    """Relative error of ragged decoding, the tolerated one, and a prefill."""
+    generator = torch.Generator().manual_seed(20)
+    high = min(runner.vocab_size, 1000)
+    texts = [
+        torch.randint(0, high, (length + _TRIAL_STEPS,), generator=generator).to(runner.device)
+        for length in _TRIAL_LENGTHS
+    ]
+    expected = [runner.teacher_forced(text) for text in texts]
+    prefixes = [runner.prefill(text[:length]) for text, length in zip(texts, _TRIAL_LENGTHS, strict=True)]
+    cache = SlotCache(prefixes[0].cache, num_slots=3, length=max(_TRIAL_LENGTHS) + _TRIAL_STEPS)
+    for tensor in cache.tensors():
+        tensor.fill_(POISON)
+    for row, prefix in enumerate(prefixes):
+        cache.expand(prefix.cache, torch.tensor([row], device=runner.device), prefix.length)
+    worst = own = 0.0
+    for step in range(_TRIAL_STEPS):
+        at = [length + step for length in _TRIAL_LENGTHS]
+        tokens = torch.stack([text[i] for text, i in zip(texts, at, strict=True)])
+        logits = runner.decode(cache, tokens, torch.tensor(at, device=runner.device), max(at))
+        for row, i in enumerate(at):
+            worst = max(worst, _relative(logits[row], expected[row][i]))
+    for prefix, reference in zip(prefixes, expected, strict=True):
+        own = max(own, _relative(prefix.logits[0], reference[prefix.length - 1]))
+    small = 1e-4 if runner.model.dtype == torch.float32 else 0.1
+    return worst, max(small, 10 * own), prefixes[0]
+
+
+def _relative(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Mean difference over spread: in half precision one expert routed the other way does not decide."""
+    return float((got - expected).abs().mean() / expected.std().clamp_min(1e-6))
+
+
+def _rope_kinds(config: object) -> list[tuple[str, int | None]]:
+    """(type, original length) of each RoPE parameter set; models may have one per layer type."""
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    sets = [found] if not all(isinstance(v, dict) for v in found.values()) else list(found.values())
+    original = getattr(config, "original_max_position_embeddings", None)
+    return [
+        (str(one.get("rope_type", one.get("type", "default"))), one.get("original_max_position_embeddings", original))
+        for one in sets
+        if isinstance(one, dict)
+    ]
