@@ -3,6 +3,9 @@
 Groups are written in the order in which they finish; ``index`` is the place of their prompt. A
 Parquet file can't be appended to, so its groups go to ``NAME.parquet.part.jsonl`` next to it and
 become the Parquet file, ordered by ``index``, with one rename at the end.
+
+To resume is to keep every group that is there and has samples, and to run the rest: prompts that
+have no group yet, and those whose group failed.
 """
 
 from __future__ import annotations
@@ -11,22 +14,23 @@ import fcntl
 import io
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rollout_pool.errors import ConfigError, InputFileError, OutputFileError
+from rollout_pool.errors import OutputFileError
 from rollout_pool.prompt_file import PromptLine
-from rollout_pool.records import Record, from_record, to_record
+from rollout_pool.records import Record, to_record
+from rollout_pool.results import is_parquet, parquet_groups
 from rollout_pool.types import RolloutGroup
 
 
 class OutputFile:
     """The output of one run, open for appending. A context manager; leaving it closes the file.
 
-    ``done`` are the indices of the prompts that have their group in the file, ``num_failed`` how
-    many of those groups are errors.
+    ``done`` are the indices of the prompts that have their group in the file, and ``failed`` those
+    of them whose group is an error.
     """
 
     def __init__(
@@ -39,21 +43,22 @@ class OutputFile:
         writes it, or when it can't be written.
         """
         self.path = Path(path)
+        self.done: set[int] = set()
+        self.failed: set[int] = set()
         self._prompts = prompts
         self._config_hash = config_hash
-        self._is_parquet = _is_parquet(self.path)
-        self._lines_path = self.path
-        self.done: set[int] = set()
-        self.num_failed = 0
-        if self._is_parquet:
-            self._lines_path = self.path.with_name(self.path.name + ".part.jsonl")
+        self._lines = self.path
+        if is_parquet(self.path):
+            self._lines = self.path.with_name(self.path.name + ".part.jsonl")
         if not resume:
-            for taken in {self.path, self._lines_path}:
+            for taken in (self.path, self._lines):
                 if taken.exists() and taken.stat().st_size:
                     raise OutputFileError(f"{taken} exists; continue it with --resume, or remove it")
-        self._file = _open_locked(self._lines_path)
+        if self._lines != self.path and self.path.exists() and not self._lines.exists():
+            self._restore_lines()
+        self._file = _open_locked(self._lines)
         try:
-            self._resume()
+            self._keep_good_lines()
         except BaseException:
             self._file.close()
             raise
@@ -64,26 +69,25 @@ class OutputFile:
         Raises :class:`OutputFileError` when the disk is full, say; the file then ends with the
         group before.
         """
-        record = to_record(line, group, self._config_hash)
-        data = json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        data = _encode(to_record(line, group, self._config_hash))
         end = self._file.tell()
         try:
-            written = self._file.write(data)
-            if written != len(data):
-                raise OSError(0, "no space for a whole line")
+            if self._file.write(data) != len(data):
+                raise OSError(0, "no room for a whole line")
         except OSError as error:
             self._file.truncate(end)
-            raise OutputFileError(f"cannot write {self._lines_path}: {error.strerror}") from None
-        self._count(record)
+            raise OutputFileError(f"cannot write {self._lines}: {error.strerror}") from None
+        self.done.add(line.index)
+        if group.error is not None:
+            self.failed.add(line.index)
 
     def finish(self) -> None:
         """All groups are there: make the Parquet file, if it is to be one."""
-        if self._is_parquet and len(self.done) == len(self._prompts) and not self.path.exists():
+        if self._lines != self.path and len(self.done) == len(self._prompts):
             from rollout_pool.parquet import write_parquet
 
-            write_parquet(self._lines_path, self.path)
-        if self._is_parquet and self.path.exists():
-            self._lines_path.unlink(missing_ok=True)
+            write_parquet(self._lines, self.path)
+            self._lines.unlink()
 
     def __enter__(self) -> Self:
         return self
@@ -92,42 +96,39 @@ class OutputFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
-        if not self.done:  # nothing to keep, and nothing that asks for --resume
-            self._lines_path.unlink(missing_ok=True)
+        if not self.done:  # nothing to keep, and nothing that should ask for --resume
+            self._lines.unlink(missing_ok=True)
 
-    def _resume(self) -> None:
-        if self._is_parquet and self.path.exists():
-            for number, record in enumerate(_parquet_records(self.path), start=1):
-                self._accept(record, f"{self.path}, row {number}")
-            if len(self.done) < len(self._prompts):
-                raise OutputFileError(
-                    f"{self.path} is complete with {len(self.done)} groups, and there are more prompts now; "
-                    "name another --output for the new ones"
-                )
-            return
+    def _keep_good_lines(self) -> None:
+        """Read what is there; drop failed groups and a last line that was cut off."""
+        good: list[tuple[int, int]] = []
         end = 0
-        with self._lines_path.open("rb") as lines:
+        with self._lines.open("rb") as lines:
             for number, raw in enumerate(lines, start=1):
-                if not raw.endswith(b"\n"):  # torn by a kill in the middle of a write
-                    break
-                where = f"{self._lines_path}, line {number}"
-                try:
-                    record = json.loads(raw)
-                except ValueError:
-                    raise OutputFileError(
-                        f"{where}: not valid JSON; not written by rollout-pool run"
-                    ) from None
-                self._accept(record, where)
-                end += len(raw)
-        self._file.truncate(end)
-        self._file.seek(end)
+                start, end = end, end + len(raw)
+                if raw.endswith(b"\n") and self._accept(raw, f"{self._lines}, line {number}"):
+                    good.append((start, end))
+            if sum(stop - start for start, stop in good) < end:
+                self._replace_lines(_ranges(lines, good))
+        self._file.seek(0, io.SEEK_END)
 
-    def _accept(self, record: Record, where: str) -> None:
+    def _accept(self, raw: bytes, where: str) -> bool:
+        """Whether a line is a group to keep. Raises when it belongs to another run."""
         try:
-            index, config_hash, prompt_hash = (record[key] for key in ("index", "config_hash", "prompt_hash"))
-            is_known = 0 <= index < len(self._prompts)
+            record = json.loads(raw)
+        except ValueError:
+            raise _foreign(where) from None
+        self._check(record, where)
+        if record["error"] is None:
+            self.done.add(record["index"])
+        return record["error"] is None
+
+    def _check(self, record: Record, where: str) -> None:
+        try:
+            index, config_hash, prompt_hash = (record[k] for k in ("index", "config_hash", "prompt_hash"))
+            is_known = 0 <= index < len(self._prompts) and "error" in record
         except (KeyError, TypeError):
-            raise OutputFileError(f"{where}: not written by rollout-pool run") from None
+            raise _foreign(where) from None
         if config_hash != self._config_hash:
             raise OutputFileError(
                 f"{where} was written with another model, seed, sampling, dtype or max_length; "
@@ -135,74 +136,52 @@ class OutputFile:
             )
         if not is_known or prompt_hash != self._prompts[index].prompt_hash:
             raise OutputFileError(
-                f"{where} answers prompt {index} as it was, and the prompts differ there now; "
-                "resume with the same prompts (more at the end are fine), or name another --output"
+                f"{where} answers another prompt {index} than there is now; resume with the same "
+                "prompts (more at the end are fine), or name another --output"
             )
         if index in self.done:
-            raise OutputFileError(f"{where} answers prompt {index}, which an earlier one answers already")
-        self._count(record)
+            raise OutputFileError(f"{where} answers prompt {index}, as an earlier one does")
 
-    def _count(self, record: Record) -> None:
-        self.done.add(record["index"])
-        self.num_failed += record["error"] is not None
+    def _restore_lines(self) -> None:
+        """A finished Parquet file becomes lines again, so that others can follow them."""
+        lines = []
+        for number, (record, group) in enumerate(parquet_groups(self.path), start=1):
+            self._check(record, f"{self.path}, row {number}")
+            lines.append(_encode(to_record(self._prompts[group.index], group, self._config_hash)))
+        self._write_aside(lines)
 
+    def _replace_lines(self, lines: Iterable[bytes]) -> None:
+        self._write_aside(lines)
+        self._file.close()
+        self._file = _open_locked(self._lines)
 
-def read_groups(path: str | Path) -> Iterator[RolloutGroup]:
-    """The groups of a file that ``rollout-pool run`` wrote, JSONL or Parquet.
-
-    Raises :class:`InputFileError` with the line at fault.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise InputFileError(f"there is no file {path}")
-    unit = "row" if path.suffix == ".parquet" else "line"
-    records = _parquet_records(path) if path.suffix == ".parquet" else _json_records(path)
-    for number, record in enumerate(records, start=1):
+    def _write_aside(self, lines: Iterable[bytes]) -> None:
+        scratch = self._lines.with_name(self._lines.name + ".tmp")
         try:
-            yield from_record(record)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise InputFileError(
-                f"{path}, {unit} {number}: not a group that rollout-pool run wrote ({reason})"
-            ) from None
+            with scratch.open("wb") as file:
+                file.writelines(lines)
+            os.replace(scratch, self._lines)
+        except OSError as error:
+            scratch.unlink(missing_ok=True)
+            raise OutputFileError(f"cannot write {self._lines}: {error.strerror}") from None
 
 
-def _json_records(path: Path) -> Iterator[Record]:
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            try:
-                yield json.loads(raw)
-            except ValueError:
-                torn = "" if raw.endswith(b"\n") else "; it is cut off, so resume that run"
-                raise InputFileError(f"{path}, line {number}: not valid JSON{torn}") from None
+def _encode(record: Record) -> bytes:
+    return json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
-def _parquet_records(path: Path) -> Iterator[Record]:
-    _require_pyarrow()
-    from rollout_pool.parquet import read_parquet
-
-    return read_parquet(path)
-
-
-def _is_parquet(path: Path) -> bool:
-    if path.suffix not in (".jsonl", ".parquet"):
-        raise OutputFileError(f"{path}: expected a name that ends in .jsonl or .parquet")
-    if path.suffix == ".parquet":
-        _require_pyarrow()
-    return path.suffix == ".parquet"
+def _ranges(file: io.BufferedReader, ranges: list[tuple[int, int]]) -> Iterator[bytes]:
+    for start, stop in ranges:
+        file.seek(start)
+        yield file.read(stop - start)
 
 
-def _require_pyarrow() -> None:
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError:
-        raise ConfigError(
-            "Parquet needs pyarrow; install it with: pip install 'rollout-pool[parquet]'"
-        ) from None
+def _foreign(where: str) -> OutputFileError:
+    return OutputFileError(f"{where}: not written by rollout-pool run; name another --output")
 
 
 def _open_locked(path: Path) -> io.FileIO:
-    """Open for reading and appending, without a buffer, as the only writer."""
+    """Open for reading and writing, without a buffer, as the only writer."""
     try:
         file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+")
     except OSError as error:

@@ -1,7 +1,8 @@
 """Groups as a Parquet file: one row per group, samples as a nested list.
 
-What has no fixed type in JSON is text here: ``request_id``; ``metadata`` and ``sampling`` (JSON);
-``stop_match``, ``prompt`` (JSON unless it is text). Needs pyarrow.
+What has no fixed type in JSON is text here: ``request_id``, ``metadata`` and ``sampling`` (JSON),
+``prompt`` (JSON unless it is text). A stop string is in ``stop_match``, a stop id in
+``stop_token_id``. Needs pyarrow.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _SAMPLE = pa.struct(
         ("sampling_logprobs", pa.list_(pa.float32())),
         ("finish_reason", pa.string()),
         ("stop_match", pa.string()),
+        ("stop_token_id", pa.int64()),
         ("weight_version", pa.int64()),
         ("seed", pa.int64()),
     ]
@@ -94,23 +96,28 @@ def _offsets(file: Any) -> list[int]:
 
 def _row(record: Record) -> Record:
     prompt = record["prompt"]
-    samples = [{**sample, "stop_match": _text(sample["stop_match"])} for sample in record["samples"]]
     return {
         **record,
         "request_id": str(record["request_id"]),
         "prompt": prompt if prompt is None or isinstance(prompt, str) else _json(prompt),
-        "samples": samples,
+        "samples": [_split_match(sample) for sample in record["samples"]],
         "metadata": _json(record["metadata"]),
         "sampling": _json(record["sampling"]),
     }
 
 
+def _split_match(sample: Record) -> Record:
+    match = sample["stop_match"]
+    is_id = isinstance(match, int)
+    return {**sample, "stop_match": None if is_id else match, "stop_token_id": match if is_id else None}
+
+
 def _record(row: Record) -> Record:
+    samples = row["samples"]
+    for sample in samples:
+        token_id = sample.pop("stop_token_id")
+        sample["stop_match"] = sample["stop_match"] if token_id is None else token_id
     return {**row, "metadata": json.loads(row["metadata"]), "sampling": json.loads(row["sampling"])}
-
-
-def _text(value: str | int | None) -> str | None:
-    return None if value is None else str(value)
 
 
 def _json(value: Any) -> str:

@@ -1,0 +1,48 @@
+"""The command line. Exit status: 0 fine, 1 something failed, 2 a mistake of the user's, 130 Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import rollout_pool
+from rollout_pool.commands import fetch_demo_model, run, verify
+from rollout_pool.errors import ConfigError, InputFileError, OutputFileError, RequestError, RolloutPoolError
+
+_MISTAKES = (ConfigError, InputFileError, OutputFileError, RequestError)
+_COMMANDS = {"run": run, "verify": verify, "fetch-demo-model": fetch_demo_model}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status. Errors are one line on standard error."""
+    args = _parser().parse_args(argv)
+    try:
+        return int(_COMMANDS[args.command].run(args))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except RolloutPoolError as error:
+        print(f"rollout-pool {args.command}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, _MISTAKES) else 1
+    except BrokenPipeError:  # the reader of our output has gone, as with `| head`
+        sys.stderr.close()
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rollout-pool", description="LLM rollouts for RL post-training, on a pool of Ray actors."
+    )
+    parser.add_argument("--version", action="version", version=f"rollout-pool {rollout_pool.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in _COMMANDS.items():
+        text = (module.__doc__ or "").strip()
+        command = commands.add_parser(
+            name,
+            help=text.splitlines()[0],
+            description=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+    return parser

@@ -1,0 +1,53 @@
+"""Ray as the commands use it: started quietly, and its errors turned into ours."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rollout_pool.errors import ActorStartError, RolloutPoolError
+
+
+@contextmanager
+def ray_cluster(address: str | None, *, verbose: bool = False) -> Iterator[None]:
+    """Connect to a Ray cluster, or start one on this machine, until the block ends.
+
+    ``address`` None means ``$RAY_ADDRESS``, and without that a cluster of our own.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    where = address or os.environ.get("RAY_ADDRESS") or "local"
+    try:
+        ray.init(
+            address=where,
+            include_dashboard=False if where == "local" else None,
+            log_to_driver=verbose,
+            logging_level=logging.INFO if verbose else logging.ERROR,
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ActorStartError(f"cannot reach Ray at {where}: {' '.join(str(error).split())[:300]}") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def get(ref: Any, timeout: float | None = None) -> Any:
+    """``ray.get`` whose errors are those of :mod:`rollout_pool.errors`, with one-line messages."""
+    import ray
+    from ray.exceptions import RayError, RayTaskError
+
+    try:
+        return ray.get(ref, timeout=timeout)
+    except RayTaskError as error:
+        if isinstance(error.cause, RolloutPoolError):
+            raise error.cause from None
+        raise
+    except RayError as error:
+        reason = " ".join(str(error).split())[:300]
+        raise RolloutPoolError(f"the pool was lost: {reason}") from None

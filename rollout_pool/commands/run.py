@@ -1,0 +1,184 @@
+"""Roll out the prompts of a file and write one group of samples per prompt.
+
+Prompts are JSONL or plain text with one prompt per line, from a file or standard input (-). A JSONL
+line is a string, a list of token ids, a list of chat messages, or an object with prompt, messages or
+prompt_token_ids and, if wanted, request_id, seed, sampling, sample_offset and metadata.
+The output is JSONL or Parquet by its ending. A stopped run leaves whole lines only; --resume keeps
+them, runs what is missing and tries failed groups again. Exit status: 0 every group has its samples,
+1 some groups failed, 2 a mistake in what was given, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollout_pool.errors import ConfigError, RolloutPoolError
+
+if TYPE_CHECKING:
+    from rollout_pool.commands.progress import Progress
+    from rollout_pool.commands.summary import Summary
+    from rollout_pool.output import OutputFile
+    from rollout_pool.prompt_file import PromptLine
+    from rollout_pool.run_config import RunConfig
+
+POLL_S = 0.5
+STATS_INTERVAL_S = 1.0
+
+# option, key of the configuration, type
+_OVERRIDES: tuple[tuple[str, str, type], ...] = (
+    ("--model", "model", str),
+    ("--num-actors", "num_actors", int),
+    ("--num-slots", "engine.num_slots", int),
+    ("--max-length", "engine.max_length", int),
+    ("--seed", "seed", int),
+    ("--n", "sampling.n", int),
+    ("--max-new-tokens", "sampling.max_new_tokens", int),
+    ("--temperature", "sampling.temperature", float),
+    ("--top-p", "sampling.top_p", float),
+    ("--top-k", "sampling.top_k", int),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE", help="configuration (YAML)")
+    parser.add_argument("--prompts", required=True, metavar="FILE", help="prompts, or - for standard input")
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help=".jsonl or .parquet")
+    parser.add_argument("--resume", action="store_true", help="continue an output that exists")
+    parser.add_argument(
+        "--prompt-format",
+        choices=("auto", "jsonl", "text"),
+        default="auto",
+        help="auto: JSONL if the name ends in .jsonl or the first line starts with {, [ or a quote",
+    )
+    parser.add_argument("--ray-address", metavar="ADDRESS", help="a running cluster (default: $RAY_ADDRESS)")
+    parser.add_argument("--verbose", action="store_true", help="show what Ray and the actors log")
+    overrides = parser.add_argument_group("over the configuration")
+    for option, key, kind in _OVERRIDES:
+        overrides.add_argument(option, dest=key, type=kind, metavar="VALUE", help=f"sets {key}")
+    overrides.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="sets any key",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from rollout_pool.commands.progress import Progress
+    from rollout_pool.output import OutputFile
+    from rollout_pool.prompt_file import read_prompts
+
+    config = _config(args)
+    prompts = read_prompts(args.prompts, config, args.prompt_format)
+    with OutputFile(args.output, prompts, config.results_hash(), resume=args.resume) as output:
+        kept = len(output.done)
+        if kept:
+            print(f"{args.output} holds {kept} of {len(prompts)} groups already", file=sys.stderr)
+        if kept < len(prompts):
+            try:
+                with Progress(len(prompts), kept) as progress:
+                    _roll_out(args, config, prompts, output, progress)
+            except (KeyboardInterrupt, RolloutPoolError):
+                if output.done:
+                    print(
+                        f"{len(output.done)} of {len(prompts)} groups are written; continue with --resume",
+                        file=sys.stderr,
+                    )
+                raise
+        output.finish()
+        print(f"results are in {args.output}", file=sys.stderr)
+        return 1 if output.failed else 0
+
+
+def _config(args: argparse.Namespace) -> RunConfig:
+    import yaml
+
+    from rollout_pool.preflight import check_paths
+    from rollout_pool.run_config import RunConfig
+
+    given = {key: getattr(args, key) for _, key, _ in _OVERRIDES}
+    overrides = {key: value for key, value in given.items() if value is not None}
+    for item in args.set:
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {item}: expected KEY=VALUE")
+        try:
+            overrides[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ConfigError(f"--set {item}: the value is not valid YAML") from None
+    if args.config is None and "model" not in overrides:
+        raise ConfigError("nothing says which model to run: give --config FILE or --model DIR")
+    config = RunConfig.load(args.config, overrides)
+    checked = check_paths(config)
+    return config.model_copy(update={"model": checked.model, "tokenizer": checked.tokenizer})
+
+
+def _roll_out(
+    args: argparse.Namespace,
+    config: RunConfig,
+    prompts: Sequence[PromptLine],
+    output: OutputFile,
+    progress: Progress,
+) -> None:
+    from rollout_pool.commands.cluster import get, ray_cluster
+    from rollout_pool.commands.summary import Summary
+
+    todo = [line for line in prompts if line.index not in output.done]
+    progress.say(f"starting {config.num_actors} rollout actor(s) with {config.model}")
+    with ray_cluster(args.ray_address, verbose=args.verbose):
+        from rollout_pool.pool import RolloutPool
+
+        pool = RolloutPool.remote(config.pool)
+        try:
+            actors = get(pool.ready.remote())
+            devices = ", ".join(sorted({f"{actor.device} x {actor.threads} threads" for actor in actors}))
+            progress.say(f"rolling out {len(todo)} prompts on {len(actors)} actor(s): {devices}")
+            summary = Summary()
+            _stream(pool, todo, output, progress, summary)
+            summary.finish(get(pool.stats.remote()))
+            for line in summary.lines():
+                progress.say(line)
+        finally:
+            _shut_down(pool)
+
+
+def _stream(
+    pool: Any, todo: Sequence[PromptLine], output: OutputFile, progress: Progress, summary: Summary
+) -> None:
+    """Write each group when it finishes, and ask the pool for its counters meanwhile."""
+    import ray
+
+    from rollout_pool.commands.cluster import get
+
+    groups = pool.stream.remote([line.request for line in todo])
+    stats, asked_at = None, 0.0
+    while True:
+        ready, _ = ray.wait([groups], timeout=POLL_S)
+        if ready:
+            try:
+                group = get(next(groups))
+            except StopIteration:
+                return
+            line = todo[group.index]
+            output.append(line, group)
+            summary.add(line, group)
+            progress.add_group()
+        if stats is None and time.monotonic() - asked_at >= STATS_INTERVAL_S:
+            stats, asked_at = pool.stats.remote(), time.monotonic()
+        elif stats is not None and ray.wait([stats], timeout=0)[0]:
+            progress.update(get(stats))
+            stats = None
+
+
+def _shut_down(pool: Any) -> None:
+    from rollout_pool.commands.cluster import get
+
+    with contextlib.suppress(RolloutPoolError):  # lost before: Ray ends its processes with ours
+        get(pool.shutdown.remote(), timeout=10)
