@@ -1,0 +1,97 @@
+"""The thread that owns an engine: loads it, steps it while there is work, touches it alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from rollout_pool.types import EngineStats, ResolvedRequest, RolloutGroup
+
+if TYPE_CHECKING:
+    from rollout_pool.actors.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+
+class EngineThread:
+    """Runs what ``load`` returns. ``loaded`` is done when it did, or holds what it raised.
+
+    If the engine fails after that, the process exits: one without an engine that still answers
+    would hold its callers for ever.
+    """
+
+    def __init__(self, name: str, load: Callable[[], Engine]) -> None:
+        self.loaded: Future[None] = Future()
+        self.stats = EngineStats()
+        """As of the engine's last step."""
+        self.samples_ended = 0
+        """Since the start and for whatever reason; runs ahead of the groups, which wait for their last."""
+        self._name = name
+        self._load = load
+        self._commands: queue.SimpleQueue[Callable[[Engine], object] | None] = queue.SimpleQueue()
+        self._samples_submitted = 0
+        self._finished: list[tuple[Callable[[RolloutGroup], None], RolloutGroup]] = []
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: ResolvedRequest, on_finish: Callable[[RolloutGroup], None]) -> None:
+        """Run a group. ``on_finish`` is called in the engine's thread."""
+
+        def command(engine: Engine) -> None:
+            self._samples_submitted += request.sampling.n
+            engine.submit(request, lambda group: self._finished.append((on_finish, group)))
+
+        self._commands.put(command)
+
+    def abort(self, request_id: str | int) -> None:
+        """Stop the groups of this id; they finish with what they have so far."""
+        self._commands.put(lambda engine: engine.abort(request_id))
+
+    def stop(self) -> None:
+        """End the thread after the step it is in, and wait for that."""
+        self._commands.put(None)
+        self._thread.join()
+
+    def _main(self) -> None:
+        try:
+            engine = self._load()
+        except BaseException as error:
+            logger.warning("%s could not load its engine", self._name, exc_info=True)
+            self.loaded.set_exception(error)
+            return
+        try:
+            self.stats = engine.stats()
+            self.loaded.set_result(None)
+            while self._take_commands(engine):
+                self._step(engine)
+        except BaseException:
+            logger.critical("the engine of %s failed; its process exits", self._name, exc_info=True)
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def _take_commands(self, engine: Engine) -> bool:
+        """Carry out all that has arrived; without work, wait for some. False: the thread is to end."""
+        while True:
+            try:
+                command = self._commands.get(block=not engine.has_work())
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command(engine)
+
+    def _step(self, engine: Engine) -> None:
+        engine.step()
+        self.stats = stats = engine.stats()
+        self.samples_ended = self._samples_submitted - stats.live_rows - stats.waiting_samples
+        finished, self._finished = self._finished, []
+        for on_finish, group in finished:  # after the counters, so that who gets a group finds it counted
+            on_finish(group)

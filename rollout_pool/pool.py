@@ -1,0 +1,243 @@
+"""The pool: a Ray actor that holds the queue and hands whole groups to rollout actors.
+
+``RolloutPool`` is what a driver sees: it checks the configuration there, before any process
+starts. ``PoolActor`` is what runs in Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from rollout_pool.actors.rollout_actor import ActorInfo
+from rollout_pool.background import TaskSet
+from rollout_pool.config import PoolConfig
+from rollout_pool.errors import ConfigError, PoolClosedError, RolloutPoolError
+from rollout_pool.ledger import Job, Ledger
+from rollout_pool.preflight import ActorResources, check_paths, plan_actors
+from rollout_pool.recovery import Crew, Member, one_line
+from rollout_pool.requests import call_seed, resolve_requests
+from rollout_pool.routing import WorkQueue, next_actor
+from rollout_pool.types import PoolStats, Prompt, RolloutGroup, RolloutRequest, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+MAX_CALLS = 10_000
+"""Calls that one pool answers at once; a ``rollout`` that waits must not keep ``stats`` waiting."""
+
+
+class RolloutPool:
+    """Starts a pool; ``RolloutPool.remote(config)`` returns the Ray handle of a :class:`PoolActor`.
+
+    ::
+
+        pool = RolloutPool.remote(PoolConfig(model="...", num_actors=2))
+        groups = ray.get(pool.rollout.remote(prompts, SamplingParams(n=8)))
+
+    The pool lives as long as its handle, like any Ray actor.
+    """
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise TypeError("a pool is a Ray actor: write RolloutPool.remote(config)")
+
+    @staticmethod
+    def remote(config: PoolConfig) -> Any:
+        """Check ``config`` here and start the pool. Starts Ray when the driver has not.
+
+        Raises :class:`ConfigError` or :class:`CapacityError` before any actor starts. What only
+        the loading can find is raised by the handle's first call, and by ``ready``.
+        """
+        return _start_pool(config, {})
+
+    @staticmethod
+    def options(**ray_options: Any) -> _WithOptions:
+        """Ray options for the pool actor, as ``RolloutPool.options(name="pool").remote(config)``."""
+        return _WithOptions(ray_options)
+
+
+class _WithOptions:
+    def __init__(self, ray_options: dict[str, Any]) -> None:
+        self._ray_options = ray_options
+
+    def remote(self, config: PoolConfig) -> Any:
+        return _start_pool(config, self._ray_options)
+
+
+def _start_pool(config: PoolConfig, ray_options: dict[str, Any]) -> Any:
+    if not isinstance(config, PoolConfig):
+        raise ConfigError(f"config must be a PoolConfig, got {type(config).__name__}")
+    config = check_paths(config)
+    if not ray.is_initialized():
+        ray.init()
+    resources = plan_actors(config, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+    options = {"num_cpus": 0, "max_concurrency": MAX_CALLS, **ray_options}
+    return ray.remote(PoolActor).options(**options).remote(config, resources)
+
+
+class PoolActor:
+    """The queue, its callers and its actors. Every method is called through Ray, by many at once."""
+
+    def __init__(self, config: PoolConfig, resources: ActorResources) -> None:
+        self._config = config
+        self._calls = itertools.count()
+        self._queue = WorkQueue()
+        self._ledger = Ledger(config.max_replays)
+        self._fault: RolloutPoolError | None = None
+        self._tasks = TaskSet(on_error=self._on_background_error)
+        self._crew = Crew(config, resources, self._tasks, on_room=self._dispatch, on_exhausted=self._stop)
+        self._started = asyncio.Event()
+        self._tasks.start(self._start())
+
+    async def ready(self) -> list[ActorInfo]:
+        """Wait until all actors have loaded the model.
+
+        Raises what kept one from it: :class:`ConfigError` and its kinds, or
+        :class:`ActorStartError` at the latest after ``start_timeout_s``.
+        """
+        await self._started.wait()
+        self._require_open()
+        return sorted((member.info for member in self._crew.members.values()), key=lambda info: info.name)
+
+    async def rollout(
+        self,
+        prompts: Iterable[Prompt | RolloutRequest],
+        sampling: SamplingParams | None = None,
+    ) -> list[RolloutGroup]:
+        """Run every prompt and return one group per prompt, in input order, whatever happens.
+
+        A prompt that cannot be served has a group with ``error`` and no samples. Raises
+        :class:`RequestError` only when ``prompts`` or ``sampling`` as a whole are not what they
+        should be. ``ray.cancel`` on the call cancels its groups.
+        """
+        jobs = await self._submit(prompts, sampling)
+        try:
+            return list(await asyncio.gather(*(job.done for job in jobs)))
+        finally:
+            self._abandon(jobs)
+
+    async def stream(
+        self,
+        prompts: Iterable[Prompt | RolloutRequest],
+        sampling: SamplingParams | None = None,
+    ) -> AsyncIterator[RolloutGroup]:
+        """Like :meth:`rollout`, but yields each group when it finishes; ``index`` is its place.
+
+        ``ray.cancel`` on the generator cancels what remains. Only dropping it does not: Ray does
+        not tell the pool.
+        """
+        jobs = await self._submit(prompts, sampling)
+        try:
+            for finished in asyncio.as_completed([job.done for job in jobs]):
+                yield await finished
+        finally:
+            self._abandon(jobs)
+
+    async def num_actors(self) -> int:
+        """How many actors are up and serve."""
+        return len(self._crew.members)
+
+    async def stats(self) -> PoolStats:
+        """Groups in and out, and the counters of each actor. Answers also after :meth:`shutdown`."""
+        actors = await self._crew.stats()
+        ledger = self._ledger
+        return PoolStats(
+            submitted=ledger.submitted,
+            returned=ledger.returned,
+            failed=ledger.failed,
+            cancelled=ledger.cancelled,
+            in_flight=ledger.in_flight,
+            replayed=ledger.replayed,
+            queued=len(self._queue),
+            actors_lost=self._crew.num_lost,
+            num_actors=len(self._crew.members),
+            actors=actors,
+        )
+
+    async def shutdown(self) -> None:
+        """End the rollout actors. Unfinished groups return to their callers with an error.
+
+        Later calls of ``rollout``, ``stream`` and ``ready`` raise :class:`PoolClosedError`.
+        """
+        self._stop(PoolClosedError("the pool was shut down"))
+
+    async def _submit(
+        self, prompts: Iterable[Prompt | RolloutRequest], sampling: SamplingParams | None
+    ) -> list[Job]:
+        # Numbered on arrival, before any wait, so that the order of the calls decides.
+        seed = call_seed(self._config.seed, next(self._calls))
+        requests = resolve_requests(prompts, sampling, seed=seed)
+        await self._started.wait()
+        self._require_open()
+        jobs = [self._ledger.open(request) for request in requests]
+        for job in jobs:
+            self._queue.push(job.work)
+        self._dispatch()
+        return jobs
+
+    def _dispatch(self) -> None:
+        """Send waiting groups out for as long as an actor has room."""
+        members = self._crew.members
+        while len(self._queue):
+            name = next_actor(member.load for member in members.values())
+            if name is None:
+                return
+            job = self._ledger.open_jobs[self._queue.pop().ticket]
+            member = members[name]
+            member.load = member.load.on_submitted(job.work)
+            self._tasks.start(self._run(job, member))
+
+    async def _run(self, job: Job, member: Member) -> None:
+        """One group on one actor: delivered, or back in the queue when the actor is lost."""
+        job.actor = member.name
+        try:
+            group = await member.handle.run.remote(job.for_engine())
+            self._ledger.deliver(job, group)
+        except RayTaskError as error:  # the actor lives, and refused
+            self._ledger.fail(job, f"{member.name}: {one_line(error.cause)}")
+        except RayError as error:
+            self._crew.lose(member, one_line(error))
+            if self._ledger.may_replay(job, one_line(error)):
+                self._queue.push(job.work)
+        member.load = member.load.on_completed(job.work)
+        self._dispatch()
+
+    def _abandon(self, jobs: list[Job]) -> None:
+        """Cancel what a caller who left had still open. Does nothing after a complete call."""
+        for job in jobs:
+            if not self._ledger.is_open(job):
+                continue
+            self._ledger.cancel(job)
+            self._queue.discard(job.ticket)
+            if (member := self._crew.members.get(job.actor or "")) is not None:
+                member.handle.abort.remote(job.ticket)
+
+    async def _start(self) -> None:
+        try:
+            await self._crew.start()
+        except RolloutPoolError as error:
+            self._stop(error)
+        else:
+            self._started.set()
+
+    def _stop(self, fault: RolloutPoolError) -> None:
+        """Take no more work, because of ``fault``. The first one stays."""
+        self._fault = self._fault or fault
+        self._tasks.cancel_all()
+        self._crew.close()
+        self._queue = WorkQueue()
+        self._ledger.cancel_all(str(self._fault))
+        self._started.set()
+
+    def _require_open(self) -> None:
+        if self._fault is not None:
+            raise self._fault.with_traceback(None)  # one instance for all callers
+
+    def _on_background_error(self, error: BaseException) -> None:
+        logger.critical("the pool failed", exc_info=error)
+        self._stop(RolloutPoolError(f"the pool failed: {type(error).__name__}: {one_line(error)}"))

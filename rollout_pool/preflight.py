@@ -1,0 +1,127 @@
+"""What can be known to be wrong before an actor starts: local paths, and the cluster's resources.
+
+Pure functions on plain data, called in the driver, so that a mistake costs no start of a process.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollout_pool.config import PoolConfig
+from rollout_pool.errors import CapacityError, ConfigError
+
+GRANULARITY = 10_000
+"""Ray counts resources in steps of 1/10000."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActorResources:
+    """What each rollout actor asks of Ray, and how many torch threads it runs."""
+
+    num_cpus: float
+    num_gpus: float
+    threads: int
+
+    @property
+    def device(self) -> str:
+        """The torch device of the actor's engine; Ray shows it its own GPUs only."""
+        return "cuda" if self.num_gpus else "cpu"
+
+    @property
+    def amounts(self) -> dict[str, float]:
+        """By Ray's names, without what is not asked for."""
+        asked = {"CPU": self.num_cpus, "GPU": self.num_gpus}
+        return {name: amount for name, amount in asked.items() if amount}
+
+
+def check_paths(config: PoolConfig) -> PoolConfig:
+    """The configuration with local paths made absolute (an actor's working directory is not ours).
+
+    Raises :class:`ConfigError` when ``model`` or ``tokenizer`` names a local path that cannot be
+    loaded from. Anything else is a name on the model hub, which only the loading can check.
+    """
+    paths: dict[str, str] = {}
+    for key in ("model", "tokenizer"):
+        value = getattr(config, key)
+        if value is None or not _is_local(value):
+            continue
+        path = Path(value)
+        if not path.exists():
+            raise ConfigError(f"{key}: there is no directory {value!r}")
+        if not path.is_dir():
+            raise ConfigError(f"{key}: {value!r} is a file; expected a directory in Hugging Face format")
+        if key == "model" and not (path / "config.json").is_file():
+            raise ConfigError(f"model: {value!r} has no config.json, so it is not a Hugging Face model")
+        if key == "tokenizer" and not any(
+            any(path.glob(name)) for name in ("tokenizer*", "vocab*", "*.model")
+        ):
+            raise ConfigError(f"tokenizer: {value!r} has no tokenizer files (tokenizer.json, say)")
+        paths[key] = str(path.resolve())
+    return config.model_copy(update=paths)
+
+
+def _is_local(name: str) -> bool:
+    """Whether a model name means a path: it exists, or cannot be ``name`` or ``owner/name``."""
+    return Path(name).exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1
+
+
+def plan_actors(config: PoolConfig, nodes: Iterable[Mapping[str, float]]) -> ActorResources:
+    """Divide a cluster, given as the total resources of each node, among ``num_actors`` actors.
+
+    GPU actors where the cluster has GPUs, otherwise CPU actors that share all cores; an actor
+    never spans nodes. With fewer cores than actors each has one thread and a part of a core.
+    Raises :class:`CapacityError` when the actors do not fit, with the count of what is there.
+    """
+    totals = list(nodes)
+    gpus = config.gpus_per_actor
+    if gpus is None:
+        gpus = 1.0 if any(node.get("GPU", 0) >= 1 for node in totals) else 0.0
+    if gpus > 1 and gpus != int(gpus):
+        raise ConfigError(f"gpus_per_actor: above 1 it must be a whole number, got {gpus}")
+    cpus = config.cpus_per_actor
+    if cpus is not None:
+        asked = ActorResources(float(cpus), gpus, cpus)
+        _require_room(config.num_actors, asked, totals)
+        return asked
+    _require_room(config.num_actors, ActorResources(0.0, gpus, 1), totals)
+    most = 1 if gpus else max(1, int(sum(node.get("CPU", 0) for node in totals)) // config.num_actors)
+    for threads in range(most, 0, -1):
+        shared = ActorResources(float(threads), gpus, threads)
+        if _room(shared, totals) >= config.num_actors:
+            return shared
+    for actors_per_core in range(2, config.num_actors + 1):
+        shared = ActorResources(math.floor(GRANULARITY / actors_per_core) / GRANULARITY, gpus, 1)
+        if _room(shared, totals) >= config.num_actors:
+            return shared
+    return ActorResources(0.0, gpus, 1)  # a cluster that declares no cores, or hundreds of actors a core
+
+
+def _room(asked: ActorResources, nodes: list[Mapping[str, float]]) -> float:
+    """How many such actors all nodes together can host."""
+    if not asked.amounts:
+        return math.inf
+    return sum(
+        min(math.floor(node.get(name, 0) / amount + 1e-9) for name, amount in asked.amounts.items())
+        for node in nodes
+    )
+
+
+def _require_room(num_actors: int, asked: ActorResources, nodes: list[Mapping[str, float]]) -> None:
+    room = _room(asked, nodes)
+    if room >= num_actors:
+        return
+    each = " and ".join(_count(amount, name) for name, amount in asked.amounts.items())
+    there = " and ".join(_count(sum(node.get(name, 0) for node in nodes), name) for name in asked.amounts)
+    where = f" on {len(nodes)} nodes" if len(nodes) > 1 else ""
+    keys = " or ".join(f"{name.lower()}s_per_actor" for name in asked.amounts)
+    raise CapacityError(
+        f"{_count(num_actors, 'actor')} with {each} each {'was' if num_actors == 1 else 'were'} asked for; "
+        f"the cluster has {there}{where}, room for {room}: lower num_actors or {keys}"
+    )
+
+
+def _count(amount: float, name: str) -> str:
+    return f"{amount:g} {name}{'' if amount == 1 else 's'}"

@@ -1,0 +1,206 @@
+"""Rollout actors from start to loss.
+
+A lost actor is killed (it may be half alive), replaced by a new one with the same configuration,
+and its groups go back to the queue: a sample is a pure function of its request, so a replay gives
+what the lost actor would have given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from rollout_pool.actors.rollout_actor import ActorInfo, RolloutActor
+from rollout_pool.background import TaskSet
+from rollout_pool.config import PoolConfig
+from rollout_pool.errors import ActorStartError, RolloutPoolError
+from rollout_pool.preflight import ActorResources
+from rollout_pool.routing import ActorLoad
+from rollout_pool.types import EngineStats
+
+logger = logging.getLogger(__name__)
+
+REPORT_INTERVAL_S = 0.2
+"""How often an actor is asked for its progress, which also tells whether it is alive."""
+ANSWER_TIMEOUT_S = 60.0
+"""An actor whose event loop is silent for so long counts as lost."""
+STATS_TIMEOUT_S = 5.0
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """One live rollout actor: its Ray handle and what it was given."""
+
+    name: str
+    handle: Any
+    info: ActorInfo
+    load: ActorLoad
+
+
+class Crew:
+    """The rollout actors of one pool.
+
+    ``on_room`` is called whenever an actor may take more work; ``on_exhausted`` when no actor is
+    left and none can be started.
+    """
+
+    def __init__(
+        self,
+        config: PoolConfig,
+        resources: ActorResources,
+        tasks: TaskSet,
+        on_room: Callable[[], None],
+        on_exhausted: Callable[[RolloutPoolError], None],
+    ) -> None:
+        self.members: dict[str, Member] = {}
+        self.num_lost = 0
+        self._config = config
+        self._resources = resources
+        self._tasks = tasks
+        self._on_room = on_room
+        self._on_exhausted = on_exhausted
+        self._starting: dict[str, Any] = {}
+        self._num_replacing = 0
+
+    async def start(self) -> None:
+        """Bring all actors up; all are killed again when one of them fails, and its error raised."""
+        names = [f"actor-{index}" for index in range(self._config.num_actors)]
+        starts = [asyncio.ensure_future(self._bring_up(name)) for name in names]
+        try:
+            await asyncio.gather(*starts)
+        except BaseException:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+            self.close()
+            raise
+
+    def lose(self, member: Member, cause: str) -> None:
+        """Kill and replace an actor. Its pending calls then fail, so that their groups are replayed."""
+        if self.members.get(member.name) is not member:
+            return  # another of its groups reported the loss already
+        del self.members[member.name]
+        self.num_lost += 1
+        logger.warning("rollout %s was lost and is replaced: %s", member.name, cause)
+        ray.kill(member.handle)
+        self._num_replacing += 1
+        stem, _, generation = member.name.partition(".")
+        self._tasks.start(self._replace(f"{stem}.{int(generation or 0) + 1}"))
+
+    def close(self) -> None:
+        """Kill every actor, also those that are starting."""
+        handles = [*self._starting.values(), *(member.handle for member in self.members.values())]
+        self._starting.clear()
+        self.members.clear()
+        for handle in handles:
+            ray.kill(handle)
+
+    async def stats(self) -> tuple[EngineStats, ...]:
+        """Fresh counters of the actors that answer, in the order of their names."""
+
+        async def ask(handle: Any) -> EngineStats:
+            async with asyncio.timeout(STATS_TIMEOUT_S):
+                stats: EngineStats = await handle.stats.remote()
+                return stats
+
+        handles = [self.members[name].handle for name in sorted(self.members)]
+        answers = await asyncio.gather(*map(ask, handles), return_exceptions=True)
+        return tuple(answer for answer in answers if isinstance(answer, EngineStats))
+
+    async def _replace(self, name: str) -> None:
+        try:
+            await self._bring_up(name)
+            self._num_replacing -= 1
+        except RolloutPoolError as error:
+            self._num_replacing -= 1
+            logger.error("%s; the pool goes on with %d actors", error, len(self.members))
+            if not self.members and not self._num_replacing:
+                self._on_exhausted(error)
+
+    async def _bring_up(self, name: str) -> None:
+        handle = self._create(name)
+        self._starting[name] = handle
+        try:
+            info = await self._wait_until_ready(name, handle)
+        except BaseException:
+            ray.kill(handle)
+            raise
+        finally:
+            self._starting.pop(name, None)
+        load = ActorLoad(name, self._config.engine.num_slots)
+        member = self.members[name] = Member(name, handle, info, load)
+        self._tasks.start(self._watch(member))
+        self._on_room()
+
+    def _create(self, name: str) -> Any:
+        asked = self._resources
+        threads = str(asked.threads)
+        options = ray.remote(RolloutActor).options(
+            num_cpus=asked.num_cpus,
+            num_gpus=asked.num_gpus,
+            max_concurrency=4 * self._config.engine.num_slots + 64,
+            # Before torch is imported; otherwise Ray sets its own, and a fraction of a core counts as 1.
+            runtime_env={"env_vars": {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}},
+        )
+        return options.remote(self._config, name, threads=asked.threads, device=asked.device)
+
+    async def _wait_until_ready(self, name: str, handle: Any) -> ActorInfo:
+        limit, is_up = self._config.start_timeout_s, False
+        try:
+            async with asyncio.timeout(limit):
+                await handle.ping.remote()
+                is_up = True
+                info: ActorInfo = await handle.ready.remote()
+                return info
+        except TimeoutError:
+            reason = f"the model took longer to load than start_timeout_s ({limit:g} s)"
+            raise ActorStartError(f"{name}: {reason if is_up else self._why_not_scheduled()}") from None
+        except RayTaskError as error:
+            raise (
+                error.cause if isinstance(error.cause, RolloutPoolError) else _died(name, error.cause)
+            ) from None
+        except RayError as error:
+            raise _died(name, error) from None
+
+    def _why_not_scheduled(self) -> str:
+        total, free = ray.cluster_resources(), ray.available_resources()
+        found = [
+            f"{amount:g} {name} of which {free.get(name, 0):g} of {total.get(name, 0):g} are free"
+            for name, amount in self._resources.amounts.items()
+        ]
+        return (
+            f"no process within start_timeout_s ({self._config.start_timeout_s:g} s); it needs "
+            f"{' and '.join(found)}: free some, or lower num_actors or what each actor asks for"
+        )
+
+    async def _watch(self, member: Member) -> None:
+        while self.members.get(member.name) is member:
+            try:
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                    samples_ended = await member.handle.progress.remote()
+            except TimeoutError:
+                self.lose(member, f"it gave no answer for {ANSWER_TIMEOUT_S:g} s")
+                return
+            except RayError as error:
+                self.lose(member, one_line(error))
+                return
+            member.load = member.load.on_progress(samples_ended)
+            self._on_room()
+            await asyncio.sleep(REPORT_INTERVAL_S)
+
+
+def _died(name: str, error: Exception) -> ActorStartError:
+    return ActorStartError(f"{name} died while it started: {one_line(error)}")
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, without the table of ids and the general advice that Ray puts around it."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    reason = text.partition("The actor is dead because ")[2] or text
+    return reason.partition(" Some common causes")[0][:300]

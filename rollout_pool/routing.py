@@ -1,0 +1,121 @@
+"""Which group runs next, and where: plain records and pure functions, without Ray.
+
+The policy is for throughput. Groups go out longest expected first, so that the last ones to
+start are short; each goes whole to the actor with the fewest tokens left, and only while that
+actor has less than a batch of samples plus a small lookahead, so that what waits stays free to
+go elsewhere.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+LOOKAHEAD_FRACTION = 4
+"""An actor may have ``num_slots / 4`` samples more than slots: enough to refill the slots that
+free up between two reports, few enough to leave the tail to whoever is idle."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupWork:
+    """One group as routing sees it. ``ticket`` is its arrival number, unique in a pool."""
+
+    ticket: int
+    num_samples: int
+    max_new_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens that this group may still ask for."""
+        return self.num_samples * self.max_new_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ActorLoad:
+    """What one actor was given and has done, as counts since it started.
+
+    Counts that only grow cannot drift: a late report is simply overtaken. ``reported_samples``
+    is the actor's own count of samples that ended, which runs ahead of ``completed_samples``
+    (all samples of completed groups) while a group has stragglers.
+    """
+
+    actor: str
+    num_slots: int
+    submitted_samples: int = 0
+    submitted_tokens: int = 0
+    completed_samples: int = 0
+    completed_tokens: int = 0
+    reported_samples: int = 0
+
+    @property
+    def outstanding_samples(self) -> int:
+        """Samples that still need a slot or hold one."""
+        return self.submitted_samples - max(self.completed_samples, self.reported_samples)
+
+    @property
+    def remaining_tokens(self) -> int:
+        """The most tokens still to come; a group's finished samples no longer count."""
+        of_open_groups = self.submitted_samples - self.completed_samples
+        budget = self.submitted_tokens - self.completed_tokens
+        return budget * self.outstanding_samples // of_open_groups if of_open_groups else 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another group, of any size, may be sent here now.
+
+        Asked of what is outstanding without the new group: an actor then never runs dry because
+        the next group is large, and a group with more samples than slots goes out whole.
+        """
+        lookahead = max(1, self.num_slots // LOOKAHEAD_FRACTION)
+        return self.outstanding_samples < self.num_slots + lookahead
+
+    def on_submitted(self, work: GroupWork) -> Self:
+        """The load after ``work`` was sent to this actor."""
+        samples, tokens = self.submitted_samples + work.num_samples, self.submitted_tokens + work.tokens
+        return replace(self, submitted_samples=samples, submitted_tokens=tokens)
+
+    def on_completed(self, work: GroupWork) -> Self:
+        """The load after the group came back, whole or failed."""
+        samples, tokens = self.completed_samples + work.num_samples, self.completed_tokens + work.tokens
+        return replace(self, completed_samples=samples, completed_tokens=tokens)
+
+    def on_progress(self, samples_ended: int) -> Self:
+        """The load after the actor reported how many samples ended since it started."""
+        return replace(self, reported_samples=max(self.reported_samples, samples_ended))
+
+
+def next_actor(loads: Iterable[ActorLoad]) -> str | None:
+    """The actor that gets the next group: least loaded by remaining tokens. None: all are full."""
+    ready = [load for load in loads if load.has_room]
+    if not ready:
+        return None
+    return min(ready, key=lambda load: (load.remaining_tokens, load.outstanding_samples, load.actor)).actor
+
+
+@dataclass(slots=True)
+class WorkQueue:
+    """Groups that no actor has yet: longest expected first, then by arrival."""
+
+    _heap: list[tuple[int, int]] = field(default_factory=list)
+    _waiting: dict[int, GroupWork] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def push(self, work: GroupWork) -> None:
+        """Add a group; one that comes back after a loss has its old ticket, hence its old place."""
+        self._waiting[work.ticket] = work
+        heapq.heappush(self._heap, (-work.tokens, work.ticket))
+
+    def pop(self) -> GroupWork:
+        """Take the next group. Raises IndexError when none waits."""
+        while True:
+            _, ticket = heapq.heappop(self._heap)
+            if (work := self._waiting.pop(ticket, None)) is not None:
+                return work
+
+    def discard(self, ticket: int) -> None:
+        """Forget a group that was cancelled, if it still waits."""
+        self._waiting.pop(ticket, None)

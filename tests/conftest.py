@@ -1,0 +1,93 @@
+"""A tiny model with a tokenizer, made on the spot: tests need no network."""
+
+from __future__ import annotations
+
+import string
+
+import pytest
+
+SPECIAL = ["<pad>", "<eos>", "<unk>", "<|user|>", "<|assistant|>"]
+PAIRS = (
+    "th",
+    "he",
+    "in",
+    "er",
+    "an",
+    "re",
+    "on",
+    "at",
+    "en",
+    "nd",
+    "ti",
+    "es",
+    "or",
+    "te",
+    "of",
+    "ed",
+    "is",
+    "it",
+)
+VOCAB_SIZE = 128
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random Llama of 128 token ids with the tokenizer to match, as a Hugging Face folder.
+
+    The weights are large enough for greedy tokens to vary along a sample.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    tokenizer = tiny_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def tiny_tokenizer():
+    """Characters and a few pairs of them, so that a text has more than one way into tokens."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    characters = sorted(set(string.printable) - set("\t\r\x0b\x0c"))
+    tokens = [*SPECIAL, *characters, *PAIRS, *(f"<{number}>" for number in range(VOCAB_SIZE))][:VOCAB_SIZE]
+    vocab = {token: number for number, token in enumerate(tokens)}
+    core = Tokenizer(models.BPE(vocab, [(a, b) for a, b in PAIRS], unk_token="<unk>"))
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        additional_special_tokens=SPECIAL[3:],
+        chat_template=TEMPLATE,
+    )
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A Ray cluster of this module alone: four cores on one node, whatever the machine has."""
+    import ray
+
+    ray.init(address="local", num_cpus=4, include_dashboard=False)
+    yield
+    ray.shutdown()

@@ -1,0 +1,124 @@
+"""What the driver refuses before an actor starts, on plain data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_pool.config import PoolConfig
+from rollout_pool.errors import CapacityError, ConfigError
+from rollout_pool.preflight import check_paths, plan_actors
+
+
+def plan(num_actors: int, *nodes: dict[str, float], **config: object):
+    return plan_actors(PoolConfig(model="m", num_actors=num_actors, **config), nodes)
+
+
+@pytest.mark.parametrize(
+    ("num_actors", "nodes", "cpus", "threads"),
+    [
+        (1, [{"CPU": 8}], 8, 8),
+        (2, [{"CPU": 2}], 1, 1),
+        (3, [{"CPU": 8}], 2, 2),
+        (3, [{"CPU": 2}], 0.5, 1),
+        (3, [{"CPU": 1}], 0.3333, 1),
+        (3, [{"CPU": 5}, {"CPU": 4}], 2, 2),  # 3 each would leave the third nowhere
+        (3, [{"CPU": 1}, {"CPU": 1}], 0.5, 1),
+        (2, [{}], 0, 1),
+    ],
+)
+def test_cpu_actors_share_the_cores(num_actors: int, nodes: list, cpus: float, threads: int) -> None:
+    asked = plan(num_actors, *nodes)
+    assert (asked.num_cpus, asked.num_gpus, asked.threads, asked.device) == (cpus, 0, threads, "cpu")
+
+
+def test_gpu_actors_where_the_cluster_has_gpus() -> None:
+    asked = plan(2, {"CPU": 16, "GPU": 2})
+    assert (asked.num_cpus, asked.num_gpus, asked.threads, asked.device) == (1, 1, 1, "cuda")
+    assert plan(2, {"CPU": 16, "GPU": 2}, gpus_per_actor=0.0).device == "cpu"
+    assert plan(4, {"CPU": 1, "GPU": 2}, gpus_per_actor=0.5).num_cpus == 0.25
+
+
+@given(st.integers(1, 12), st.lists(st.integers(1, 9), min_size=1, max_size=4))
+def test_planned_cpu_actors_always_fit(num_actors: int, cores: list[int]) -> None:
+    asked = plan(num_actors, *({"CPU": float(count)} for count in cores))
+    assert sum(int(count / asked.num_cpus + 1e-9) for count in cores) >= num_actors
+    assert asked.threads == max(1, int(asked.num_cpus))
+
+
+@pytest.mark.parametrize(
+    ("num_actors", "nodes", "config", "message"),
+    [
+        (
+            4,
+            [{"CPU": 8, "GPU": 2}],
+            {},
+            "4 actors with 1 GPU each were asked for; the cluster has 2 GPUs, room for 2: "
+            "lower num_actors or gpus_per_actor",
+        ),
+        (
+            1,
+            [{"CPU": 8}],
+            {"gpus_per_actor": 1.0},
+            "1 actor with 1 GPU each was asked for; the cluster has 0 GPUs, room for 0: "
+            "lower num_actors or gpus_per_actor",
+        ),
+        (
+            2,
+            [{"CPU": 3}, {"CPU": 3}],
+            {"cpus_per_actor": 4},
+            "2 actors with 4 CPUs each were asked for; the cluster has 6 CPUs on 2 nodes, room for 0: "
+            "lower num_actors or cpus_per_actor",
+        ),
+    ],
+)
+def test_actors_that_cannot_fit_are_refused_by_count(
+    num_actors: int, nodes: list, config: dict, message: str
+) -> None:
+    with pytest.raises(CapacityError) as caught:
+        plan(num_actors, *nodes, **config)
+    assert str(caught.value) == message
+
+
+def test_more_than_one_gpu_per_actor_must_be_whole() -> None:
+    with pytest.raises(ConfigError, match=r"gpus_per_actor: .* whole number, got 1.5"):
+        plan(1, {"GPU": 4}, gpus_per_actor=1.5)
+
+
+def test_local_paths_become_absolute_and_hub_names_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    checked = check_paths(PoolConfig(model="model", tokenizer="./model"))
+    assert checked.model == checked.tokenizer == str(tmp_path / "model")
+    assert check_paths(PoolConfig(model="owner/name")).model == "owner/name"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model": "/no/such/model"}, "model: there is no directory '/no/such/model'"),
+        ({"model": "./gone"}, "model: there is no directory './gone'"),
+        ({"model": "empty"}, "model: 'empty' has no config.json, so it is not a Hugging Face model"),
+        ({"model": "file.gguf"}, "model: 'file.gguf' is a file; expected a directory in Hugging Face format"),
+        (
+            {"model": "owner/name", "tokenizer": "empty"},
+            "tokenizer: 'empty' has no tokenizer files (tokenizer.json, say)",
+        ),
+    ],
+)
+def test_local_paths_that_cannot_be_loaded_are_refused(
+    config: dict, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        check_paths(PoolConfig(**config))
+    assert str(caught.value) == message

@@ -1,0 +1,145 @@
+"""Rollout actors that die, with real engines in real processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import ray
+
+from rollout_pool import (
+    ActorStartError,
+    ConfigError,
+    EngineConfig,
+    PoolConfig,
+    RolloutGroup,
+    RolloutPool,
+    RolloutRequest,
+    SamplingParams,
+)
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+ENGINE = EngineConfig(num_slots=4, max_length=128, deterministic="strict")
+SAMPLING = SamplingParams(n=2, max_new_tokens=100, ignore_eos=True, seed=7)
+PROMPTS = [RolloutRequest([5 + number], metadata=number) for number in range(12)]
+
+
+@pytest.fixture(scope="module")
+def pool(tiny_model_dir: str, cluster: None):
+    config = PoolConfig(model=tiny_model_dir, num_actors=2, cpus_per_actor=1, engine=ENGINE, max_replays=2)
+    handle = RolloutPool.remote(config)
+    ray.get(handle.ready.remote(), timeout=120)
+    yield handle
+    ray.kill(handle)
+
+
+def pids(pool) -> list[int]:
+    return [info.pid for info in ray.get(pool.ready.remote(), timeout=60)]
+
+
+def contents(groups: list[RolloutGroup]) -> list:
+    return [
+        (group.index, group.metadata, group.error, [s.token_ids.tolist() for s in group.samples])
+        for group in groups
+    ]
+
+
+def balance(pool):
+    stats = ray.get(pool.stats.remote(), timeout=60)
+    assert stats.submitted == stats.returned + stats.failed + stats.cancelled + stats.in_flight
+    return stats
+
+
+def wait_for_actors(pool, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while balance(pool).num_actors < count:
+        assert time.monotonic() < deadline, "the lost actor was not replaced"
+        time.sleep(0.1)
+
+
+def stream_and_kill(pool) -> list[RolloutGroup]:
+    """All groups of a call during which one actor is killed, after the first group is back."""
+    victim, groups = pids(pool)[0], []
+    for ref in pool.stream.remote(PROMPTS, SAMPLING):
+        groups.append(ray.get(ref))
+        if len(groups) == 1:
+            os.kill(victim, signal.SIGKILL)
+        balance(pool)
+    return sorted(groups, key=lambda group: group.index)
+
+
+def test_killed_actor_is_replaced_and_nothing_is_lost_or_different(pool) -> None:
+    undisturbed = ray.get(pool.rollout.remote(PROMPTS, SAMPLING), timeout=60)
+    disturbed = stream_and_kill(pool)
+    assert contents(disturbed) == contents(undisturbed)
+    stats = balance(pool)
+    assert (stats.returned, stats.in_flight, stats.actors_lost) == (24, 0, 1)
+    assert 1 <= stats.replayed <= 3  # what one actor had, once each
+    wait_for_actors(pool, 2)
+    assert [info.name for info in ray.get(pool.ready.remote())] == ["actor-0.1", "actor-1"]
+    assert {g.timing.actor for g in ray.get(pool.rollout.remote(PROMPTS, SAMPLING))} == {
+        "actor-0.1",
+        "actor-1",
+    }
+
+
+def test_actor_whose_engine_fails_exits_and_its_groups_run_elsewhere(pool) -> None:
+    def break_engine(self) -> None:
+        self._engine._commands.put(lambda engine: setattr(engine, "step", None))
+
+    before = balance(pool)
+    members = ray.get(pool.__ray_call__.remote(lambda self: [m.handle for m in self._crew.members.values()]))
+    expected = contents(ray.get(pool.rollout.remote(PROMPTS, SAMPLING), timeout=60))
+    ray.get(members[0].__ray_call__.remote(break_engine))
+    assert contents(ray.get(pool.rollout.remote(PROMPTS, SAMPLING), timeout=60)) == expected
+    after = balance(pool)
+    assert after.actors_lost - before.actors_lost == 1
+    assert after.replayed > before.replayed
+    with pytest.raises(ray.exceptions.ActorDiedError):
+        ray.get(members[0].stats.remote(), timeout=30)
+
+
+def test_groups_over_their_replays_fail_by_name_and_a_pool_that_cannot_recover_says_why(
+    tiny_model_dir: str, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    config = PoolConfig(model=str(folder), cpus_per_actor=1, engine=ENGINE, max_replays=0)
+    alone = RolloutPool.remote(config)
+    groups = stream_and_kill(alone)
+    lost = [group for group in groups if group.error]
+    assert 1 <= len(lost) <= 3  # a batch and the lookahead; the others waited for the new actor
+    for group in lost:
+        assert group.metadata == group.index
+        assert group.error.startswith(
+            f"prompt {group.index}: its rollout actor was lost once, and max_replays is 0; the last loss: "
+        )
+        assert "\n" not in group.error
+    stats = balance(alone)
+    assert (stats.returned, stats.failed, stats.in_flight) == (12 - len(lost), len(lost), 0)
+
+    shutil.rmtree(folder)
+    groups = stream_and_kill(alone)
+    assert len(groups) == len(PROMPTS)
+    assert sum(str(folder) in (group.error or "") for group in groups) >= 6  # those that still waited
+    assert balance(alone).in_flight == 0
+    with pytest.raises(ConfigError, match="cannot load model"):
+        ray.get(alone.rollout.remote(PROMPTS), timeout=30)
+
+
+def test_actor_that_finds_no_room_raises_within_its_deadline_and_names_the_resource(
+    pool, tiny_model_dir: str
+) -> None:
+    started = time.monotonic()
+    crowded = RolloutPool.remote(PoolConfig(model=tiny_model_dir, cpus_per_actor=3, start_timeout_s=2.0))
+    with pytest.raises(ActorStartError) as caught:
+        ray.get(crowded.ready.remote(), timeout=60)
+    assert time.monotonic() - started < 20
+    assert str(caught.value.cause) == (
+        "actor-0: no process within start_timeout_s (2 s); it needs 3 CPU of which 2 of 4 are free: "
+        "free some, or lower num_actors or what each actor asks for"
+    )
