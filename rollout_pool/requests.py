@@ -20,9 +20,16 @@ from rollout_pool.types import (
 
 
 def failed_group(request: ResolvedRequest, error: str) -> RolloutGroup:
-    """The group of a request that cannot be served: no samples, and the reason."""
-    empty = np.zeros(0, dtype=np.int64)
-    return RolloutGroup(request.request_id, request.index, empty, [], error, request.metadata, request.sampling)
+    """The group of a request that cannot be served: no samples, and the reason, which names the request."""
+    return RolloutGroup(
+        request_id=request.request_id,
+        index=request.index,
+        prompt_token_ids=np.zeros(0, dtype=np.int64),
+        samples=[],
+        error=f"{request.label}: {error}",
+        metadata=request.metadata,
+        sampling=request.sampling,
+    )
 
 
 def resolve_requests(
