@@ -39,12 +39,26 @@ def row_mask(
     ``mask_function`` is the model's own rule for (batch, head, query position, key position): causal,
     sliding window, chunked. It is evaluated on positions, so every rule that Transformers can express
     holds per row, and cells past a row's position, used or not, are never seen.
+
+    On a GPU the result is :func:`spans` instead, so that the kernel reads no more cells than it needs.
     """
     rows = torch.arange(batch_size, device=device).view(-1, 1, 1, 1)
     head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
     columns = torch.arange(kv_offset, kv_offset + kv_length, device=device).view(1, 1, 1, -1)
     visible = mask_function(rows, head, q_offset.view(-1, 1, 1, 1), columns)
-    return visible.expand(batch_size, 1, 1, kv_length)
+    visible = visible.expand(batch_size, 1, 1, kv_length)
+    return spans(visible) if visible.is_cuda else visible
+
+
+def spans(visible: torch.Tensor) -> torch.Tensor:
+    """``visible`` as the end and the number of the cells that each row sees: int64 ``[rows, 1, 1, 2]``.
+
+    The cells of a row must be contiguous, as those of causal, sliding and chunked attention are. Each
+    of the two columns is contiguous in memory.
+    """
+    count = visible.sum(dim=-1).flatten()
+    first = visible.int().argmax(dim=-1).flatten()
+    return torch.stack((first + count, count)).t().view(-1, 1, 1, 2)
 
 
 def row_attention(
@@ -66,7 +80,15 @@ def row_attention(
     if position_bias is not None:
         raise UnsupportedModelError(f"{type(module).__name__} adds a position bias to its attention scores")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = decode_attention(query, key, value, attention_mask, scaling=scale, softcap=softcap, sinks=s_aux)
+    if attention_mask.dtype == torch.bool:
+        out = decode_attention(
+            query, key, value, scaling=scale, softcap=softcap, sinks=s_aux, visible=attention_mask
+        )
+    else:
+        lengths, window = attention_mask[:, 0, 0].unbind(dim=1)
+        out = decode_attention(
+            query, key, value, lengths, window=window, scaling=scale, softcap=softcap, sinks=s_aux
+        )  # fmt: skip
     return out.transpose(1, 2), None
 
 

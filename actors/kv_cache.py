@@ -50,9 +50,11 @@ class SlotKVLayer(CacheLayerMixin):
     """Keys and values of one attention layer: ``[slots, kv_heads, length, head_dim]``."""
 
     is_sliding = False
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def __init__(self, like: DynamicLayer, num_slots: int, length: int, clock: _Stepping) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._clock = clock
         self.keys = _rows_like(like.keys, num_slots, length)
         self.values = _rows_like(like.values, num_slots, length)
@@ -67,21 +69,8 @@ class SlotKVLayer(CacheLayerMixin):
         """Write one token per row at its position; return views of the rows and columns in use."""
         step = self._clock.step
         cells = step.cells(key_states.shape[1])
-        ops.write_kv(self.keys, key_states, cells)
-        ops.write_kv(self.values, value_states, cells)
+        ops.write_kv(self.keys, self.values, key_states, value_states, cells)
         return self.keys[: step.rows, :, : step.columns], self.values[: step.rows, :, : step.columns]
-
-    def expand(self, prefix: DynamicLayer, slots: torch.Tensor, length: int) -> None:
-        """Copy a prompt's KV into ``slots``. A sliding layer kept only its last cells, which go where
-        they belong; the cells before them are outside the window for good."""
-        start = length - prefix.keys.shape[2]
-        ops.expand_kv(self.keys, prefix.keys, slots, start)
-        ops.expand_kv(self.values, prefix.values, slots, start)
-
-    def move(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
-        """Move the first ``length`` cells of rows ``source`` to rows ``target``."""
-        ops.compact_kv(self.keys, source, target, length)
-        ops.compact_kv(self.values, source, target, length)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor whose first dimension is the slot."""
@@ -119,17 +108,12 @@ class SlotStateLayer(LinearAttentionLayer):
         self.conv_states = {i: None if s is None else s[:rows] for i, s in self._conv.items()}
         self.recurrent_states = {i: None if s is None else s[:rows] for i, s in self._recurrent.items()}
 
-    def expand(self, prefix: LinearAttentionLayer, slots: torch.Tensor, length: int) -> None:
+    def expand(self, prefix: Any, slots: torch.Tensor) -> None:
         """Copy a prompt's final states into ``slots``."""
         for mine, theirs in ((self._conv, prefix.conv_states), (self._recurrent, prefix.recurrent_states)):
             for i, state in mine.items():
                 if state is not None:
                     state[slots] = theirs[i]
-
-    def move(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
-        """Move whole states; they have no columns."""
-        for state in self.tensors():
-            ops.move_rows(state, source, target)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor whose first dimension is the slot."""
@@ -144,62 +128,78 @@ class SlotCache(Cache):
         """prefill: the cache of any finished prefill; only shapes, dtypes and devices are taken."""
         self._clock = _Stepping()
         self.length = length
-        super().__init__(layers=[self._layer(layer, num_slots, length) for layer in prefill.layers])
-
-    def _layer(self, like: Any, num_slots: int, length: int) -> Any:
-        if type(like).__name__ in ("DynamicLayer", "DynamicSlidingWindowLayer") and like.is_initialized:
-            return SlotKVLayer(like, num_slots, length, self._clock)
-        if type(like) is LinearAttentionLayer:
-            return SlotStateLayer(like, num_slots)
-        if isinstance(like, DummyLayer):
-            return like
-        raise UnsupportedModelError(f"its cache has layers of type {type(like).__name__}, which slots cannot hold")
+        self._kv: dict[int, SlotKVLayer] = {}
+        self._states: dict[int, SlotStateLayer] = {}
+        layers: list[Any] = list(prefill.layers)
+        for index, like in enumerate(layers):
+            kind = type(like).__name__
+            if kind in ("DynamicLayer", "DynamicSlidingWindowLayer") and getattr(
+                like, "is_initialized", False
+            ):
+                layers[index] = self._kv[index] = SlotKVLayer(like, num_slots, length, self._clock)
+            elif kind == "LinearAttentionLayer":
+                layers[index] = self._states[index] = SlotStateLayer(like, num_slots)
+            elif not isinstance(like, DummyLayer):
+                raise UnsupportedModelError(f"its cache has layers of type {kind}, which slots cannot hold")
+        super().__init__(layers=layers)
 
     def begin(self, positions: torch.Tensor, longest: int) -> None:
         """Start a step in which row i writes column ``positions[i]``; ``longest`` bounds them all."""
         columns = min(self.length, -(-(longest + 1) // VIEW_STEP) * VIEW_STEP)
         self._clock.step = DecodeStep(positions, columns, self.length)
-        for layer in self.layers:
-            if isinstance(layer, SlotStateLayer):
-                layer.begin(positions.shape[0])
+        for layer in self._states.values():
+            layer.begin(positions.shape[0])
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """Position of every row's query ``[rows]``; :func:`rollout_pool.actors.attention.row_mask` reads it."""
+        """Position of every row's query ``[rows]``, for :func:`rollout_pool.actors.attention.row_mask`."""
         return self._clock.step.positions
 
     def expand(self, prefix: Cache, slots: torch.Tensor, length: int) -> None:
-        """Copy a prompt of ``length`` tokens into every one of ``slots``."""
-        for layer, source in zip(self.layers, prefix.layers, strict=True):
-            if not isinstance(layer, DummyLayer):
-                layer.expand(source, slots, length)
+        """Copy a prompt of ``length`` tokens into every one of ``slots``.
+
+        A sliding layer kept only its last cells, which go where they belong; the cells before them are
+        outside the window for good. Layers that start in the same column are copied in one call.
+        """
+        sources: list[Any] = prefix.layers
+        copies: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for index, layer in self._kv.items():
+            source = sources[index]
+            caches, prefixes = copies.setdefault(length - source.keys.shape[2], ([], []))
+            caches += (layer.keys, layer.values)
+            prefixes += (source.keys, source.values)
+        for start, (caches, prefixes) in copies.items():
+            ops.expand_kv(caches, prefixes, slots, start)
+        for index, states in self._states.items():
+            states.expand(sources[index], slots)
 
     def move(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
         """Move rows with all they hold; ``length`` bounds the cells in use."""
-        for layer in self.layers:
-            if not isinstance(layer, DummyLayer):
-                layer.move(source, target, length)
+        kv = [tensor for layer in self._kv.values() for tensor in layer.tensors()]
+        states = [tensor for layer in self._states.values() for tensor in layer.tensors()]
+        ops.compact_kv(kv, source, target, length)
+        ops.move_rows(states, source, target)
+
+    def clear(self, slots: torch.Tensor) -> None:
+        """Zero whole rows. A row that held nan must not be used again before: ``0 * nan`` is nan."""
+        for tensor in self.tensors():
+            tensor[slots] = 0
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor of the cache; the first dimension of each is the slot."""
-        for layer in self.layers:
-            if not isinstance(layer, DummyLayer):
-                yield from layer.tensors()
+        for layer in self._kv.values():
+            yield from layer.tensors()
+        for states in self._states.values():
+            yield from states.tensors()
 
 
 def cache_bytes(prefill: Cache) -> tuple[int, int]:
     """Bytes that one slot takes per token of length, and besides, as a prefill's tensors show."""
-    per_token = fixed = 0
-    for layer in prefill.layers:
-        if isinstance(layer, DynamicLayer):
-            cells = max(1, layer.keys.shape[2])
-            per_token += (layer.keys.nbytes + layer.values.nbytes) // cells
-        elif isinstance(layer, LinearAttentionLayer):
-            states = (*layer.conv_states.values(), *layer.recurrent_states.values())
-            fixed += sum(state.nbytes for state in states if state is not None)
-    return per_token, fixed
+    slot = SlotCache(prefill, num_slots=1, length=1)
+    per_token = sum(tensor.nbytes for layer in slot._kv.values() for tensor in layer.tensors())
+    return per_token, sum(tensor.nbytes for layer in slot._states.values() for tensor in layer.tensors())
 
 
-def _rows_like(tensor: torch.Tensor, num_slots: int, length: int) -> torch.Tensor:
+def _rows_like(tensor: Any, num_slots: int, length: int) -> torch.Tensor:
     _, kv_heads, _, head_dim = tensor.shape
     return torch.zeros(num_slots, kv_heads, length, head_dim, dtype=tensor.dtype, device=tensor.device)
 

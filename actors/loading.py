@@ -23,13 +23,14 @@ def load_model(name: str, *, dtype: Dtype, device: str | None, trust_remote_code
     wanted: Any = "auto" if dtype == "auto" else TORCH_DTYPES[dtype]
     try:
         AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             name, dtype=wanted, trust_remote_code=trust_remote_code, use_safetensors=True
         )
     except Exception as error:
         raise ConfigError(f"cannot load model {name!r}: {_one_line(error)}") from error
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return model.to(place).eval()
+    ready: PreTrainedModel = model.to(place).eval()
+    return ready
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool, required: bool = False) -> Any | None:

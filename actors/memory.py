@@ -44,8 +44,9 @@ class MemoryPlan:
         ways += [f"engine.max_length to at most {length}"] if length >= 2 else []
         remedy = "lower " + " or ".join(ways) if ways else "use a machine with more memory"
         raise CapacityError(
-            f"engine.num_slots {self.num_slots} x engine.max_length {self.max_length} needs {_gib(self.kv_bytes)} "
-            f"of KV memory on {self.device}, {_gib(usable)} of {_gib(self.free_bytes)} free is usable; {remedy}"
+            f"engine.num_slots {self.num_slots} x engine.max_length {self.max_length} needs "
+            f"{_gib(self.kv_bytes)} of KV memory on {self.device}, {_gib(usable)} of "
+            f"{_gib(self.free_bytes)} free is usable; {remedy}"
         )
 
     def describe(self) -> str:

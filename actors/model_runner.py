@@ -74,14 +74,16 @@ class ModelRunner:
         """Logits of every position in one plain forward without a cache: float32 ``[tokens, vocab]``."""
         positions = torch.arange(token_ids.shape[0], device=self.device).unsqueeze(0)
         out = self.model(input_ids=token_ids.unsqueeze(0), position_ids=positions, use_cache=False)
-        return out.logits[0].float()
+        logits: torch.Tensor = out.logits[0].float()
+        return logits
 
     def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
         arguments: dict[str, Any] = {self._cache_argument: cache, "use_cache": True}
         if self._keeps_logits:
             arguments["logits_to_keep"] = 1
         out = self.model(input_ids=input_ids, position_ids=positions, **arguments)
-        return out.logits[:, -1, :].float()
+        logits: torch.Tensor = out.logits[:, -1, :].float()
+        return logits
 
 
 def _vocabulary_size(model: PreTrainedModel) -> int:

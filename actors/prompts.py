@@ -42,12 +42,14 @@ class PromptEncoder:
             raise RequestError("stop strings need a tokenizer, and none was loaded; use stop_token_ids")
         outside = [i for i in sampling.stop_token_ids if not 0 <= i < self.vocab_size]
         if outside:
-            raise RequestError(f"stop_token_ids: {outside[0]} is outside the vocabulary (0 to {self.vocab_size - 1})")
+            raise RequestError(
+                f"stop_token_ids: {outside[0]} is outside the vocabulary (0 to {self.vocab_size - 1})"
+            )
         return ids
 
     def _token_ids(self, prompt: Any) -> TokenIds:
         if isinstance(prompt, str):
-            return self._ids(self._need_tokenizer("a text prompt")(prompt)["input_ids"])
+            return self._text(prompt, self._need_tokenizer("a text prompt"))
         if isinstance(prompt, np.ndarray):
             if prompt.ndim != 1 or (prompt.size and not np.issubdtype(prompt.dtype, np.integer)):
                 raise RequestError(
@@ -77,7 +79,15 @@ class PromptEncoder:
         except Exception as error:
             reason = " ".join(str(error).split())
             raise RequestError(f"the chat template rejected the messages: {reason}") from error
-        return self._ids(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return self._text(text, tokenizer, add_special_tokens=False)
+
+    def _text(self, text: str, tokenizer: Any, **options: bool) -> TokenIds:
+        try:
+            ids = tokenizer(text, **options)["input_ids"]
+        except Exception as error:  # a lone surrogate, say
+            reason = " ".join(str(error).split())
+            raise RequestError(f"the tokenizer rejected the text: {reason}") from error
+        return self._ids(ids)
 
     def _need_tokenizer(self, what: str) -> Any:
         if self.tokenizer is None:
@@ -88,7 +98,9 @@ class PromptEncoder:
     def _ids(values: Any) -> TokenIds:
         for position, value in enumerate(values):
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-                raise RequestError(f"item {position} of the prompt is {value!r}, expected an integer token id")
+                raise RequestError(
+                    f"item {position} of the prompt is {value!r}, expected an integer token id"
+                )
         try:
             return np.asarray(values, dtype=np.int64)
         except OverflowError:

@@ -94,7 +94,9 @@ class Rows:
         count = self.count[slots]
         stop_ids, live = self.stop_ids[slots], self.live[slots]
         blocked = torch.where((count < self.min_new[slots]).unsqueeze(1), stop_ids, -1)
-        tokens, logprobs, sampling = ops.sample_tokens(logits, self._sampling_rows(slots, count, blocked), self._vocab)
+        tokens, logprobs, sampling = ops.sample_tokens(
+            logits, self._sampling_rows(slots, count, blocked), self._vocab
+        )
         numbers = torch.arange(self.live.shape[0], device=self.device)[slots]
         self.tokens[numbers, count] = tokens
         self.logprobs[numbers, count] = logprobs
@@ -103,7 +105,9 @@ class Rows:
             self.seen[numbers, tokens] = True
         self.last_token[slots] = tokens
         self.count[slots] = count = count + live
-        ended = (tokens.unsqueeze(1) == stop_ids).any(dim=1) | (count >= self.budget[slots]) | logprobs.isnan()
+        ended = (
+            (tokens.unsqueeze(1) == stop_ids).any(dim=1) | (count >= self.budget[slots]) | logprobs.isnan()
+        )
         return ended.logical_and_(live > 0).nonzero().flatten().tolist()
 
     def advance(self, num_rows: int) -> None:
@@ -138,14 +142,17 @@ class Rows:
         """Move rows (source, target); sources are free afterwards."""
         source = ops.rows_of([pair[0] for pair in moves], self.device)
         target = ops.rows_of([pair[1] for pair in moves], self.device)
-        for column in self._columns():
-            ops.move_rows(column, source, target)
+        ops.move_rows(self._columns(), source, target)
         params = [self._params[pair[0]] for pair in moves]
         self._params.update(zip((pair[1] for pair in moves), params, strict=True))
         self.release([pair[0] for pair in moves])
 
     def _columns(self) -> list[torch.Tensor]:
-        return [value for name, value in vars(self).items() if isinstance(value, torch.Tensor) and name != "_vocab"]
+        return [
+            value
+            for name, value in vars(self).items()
+            if isinstance(value, torch.Tensor) and name != "_vocab"
+        ]
 
     def _set_stop_ids(self, at: torch.Tensor, stop_ids: Sequence[int]) -> None:
         missing = len(stop_ids) - self.stop_ids.shape[1]

@@ -18,7 +18,6 @@ class StopWatch:
         self._tokenizer = tokenizer
         self._stop = stop
         self._min_new = min_new_tokens
-        self._longest = max(len(text) for text in stop)
         self._tokens: list[int] = []
         self._context = 0  # first token that is decoded again
         self._read = 0  # tokens whose text is settled
@@ -32,12 +31,16 @@ class StopWatch:
         window = self._decode(self._tokens[self._context :])
         if window.endswith("\N{REPLACEMENT CHARACTER}") or len(window) <= len(settled):
             return False
-        search_from = max(0, len(self.text) - self._longest + 1)
+        before = len(self.text)
         self.text += window[len(settled) :]
         self._context, self._read = self._read, len(self._tokens)
         if len(self._tokens) < self._min_new:
             return False
-        found = [(at, text) for text in self._stop if (at := self.text.find(text, search_from)) >= 0]
+        found = [
+            (at, text)
+            for text in self._stop
+            if (at := self.text.find(text, max(0, before - len(text) + 1))) >= 0
+        ]
         if not found:
             return False
         at, self.match = min(found, key=lambda hit: (hit[0], -len(hit[1])))

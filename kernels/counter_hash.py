@@ -58,17 +58,21 @@ def exponential_noise(vocab: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Standard exponential variates, float32 ``[rows, vocab]``, all finite and above zero.
 
     vocab: :func:`vocabulary_hash`. keys: :func:`position_keys`. The minimum over ids of E / weight is a
-    draw in proportion to the weights; -log(E) is a Gumbel variate. E comes from -log(1 - u), since u
-    has its full 2**-32 resolution near zero, where the winner of a large vocabulary is found.
+    draw in proportion to the weights; -log(E) is a Gumbel variate.
+
+    E is -log(1 - u) with u = (h + 1/2) / 2**31 and h the hash's lower 31 bits. 1 - u is exact in
+    float64, and near it the logarithm keeps the full resolution of the smallest E, where the winner of
+    a large vocabulary is found. Rounded to float32 the result is the same in every math library whose
+    float64 logarithm is good to an ulp, but for about one draw in 2**28.
     """
     hash_ = vocab ^ keys[:, :1]
     hash_.mul_(_MIX_A)
     _xor_shift_(hash_, 15)
     hash_.add_(keys[:, 1:]).mul_(_MIX_B)
     _xor_shift_(hash_, 16)
-    uniform = (hash_ & 0x7FFFFFFF).to(torch.float32)
-    uniform.add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
-    return uniform.neg_().log1p_().neg_()
+    remainder = hash_.bitwise_and_(0x7FFFFFFF).to(torch.float64)
+    remainder.mul_(-(2.0**-31)).add_(1.0 - 2.0**-32)
+    return remainder.log_().neg_().to(torch.float32)
 
 
 def _xor_shift_(hash_: torch.Tensor, bits: int) -> torch.Tensor:

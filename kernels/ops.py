@@ -1,27 +1,80 @@
-"""The kernels that the engine calls. Each has one implementation per device, behind one signature."""
+"""The kernels that the engine calls: on a GPU the Triton form, elsewhere the torch reference.
 
-from rollout_pool.kernels.counter_hash import position_keys, sample_key, vocabulary_hash
-from rollout_pool.kernels.reference import (
-    SamplingRows,
-    compact_kv,
-    decode_attention,
-    expand_kv,
-    move_rows,
-    rows_of,
-    sample_tokens,
-    write_kv,
-)
+Both forms of a kernel have one name, one signature and one meaning: the reference's docstring holds for
+both. Triton is imported when a tensor on a GPU first asks for it, so a machine without Triton runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, ParamSpec, TypeVar
+
+from rollout_pool.kernels import counter_hash, reference, sampling_reference
+from rollout_pool.kernels.counter_hash import sample_key, vocabulary_hash
+from rollout_pool.kernels.reference import rows_of
+from rollout_pool.kernels.sampling_reference import SamplingRows
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed; without it a GPU runs the references too."""
+    return find_spec("triton") is not None
+
+
+def _by_device(reference_form: Callable[P, R], module: str) -> Callable[P, R]:
+    """``reference_form``, or on a GPU the function of the same name in ``module``."""
+
+    @cache
+    def triton_form() -> Callable[P, R]:
+        form: Callable[P, R] = getattr(
+            import_module(f"rollout_pool.kernels.{module}"), reference_form.__name__
+        )
+        return form
+
+    @wraps(reference_form)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        on_gpu = _is_on_gpu(next(iter((*args, *kwargs.values())))) and has_triton()
+        return (triton_form() if on_gpu else reference_form)(*args, **kwargs)
+
+    return call
+
+
+def _is_on_gpu(first: Any) -> bool:
+    """Whether the first argument, a tensor or a sequence of them, is on a GPU."""
+    if isinstance(first, (list, tuple)):
+        return bool(first) and bool(first[0].is_cuda)
+    return bool(first.is_cuda)
+
+
+expand_kv = _by_device(reference.expand_kv, "cache_triton")
+expand_in_place = _by_device(reference.expand_in_place, "cache_triton")
+compact_kv = _by_device(reference.compact_kv, "cache_triton")
+move_rows = _by_device(reference.move_rows, "cache_triton")
+trim_kv = _by_device(reference.trim_kv, "cache_triton")
+write_kv = _by_device(reference.write_kv, "cache_triton")
+decode_attention = _by_device(reference.decode_attention, "attention_triton")
+position_keys = _by_device(counter_hash.position_keys, "sampling_triton")
+sample_tokens = _by_device(sampling_reference.sample_tokens, "sampling_triton")
 
 __all__ = [
     "SamplingRows",
     "compact_kv",
     "decode_attention",
+    "expand_in_place",
     "expand_kv",
+    "has_triton",
     "move_rows",
     "position_keys",
     "rows_of",
     "sample_key",
     "sample_tokens",
+    "trim_kv",
     "vocabulary_hash",
     "write_kv",
 ]

@@ -1,83 +1,131 @@
-"""Torch references of every kernel: the specification, and the path that CPUs run.
+"""Torch references of the cache moves and of decode attention: the specification, and the path that CPUs run.
 
-Cache tensors are ``[slots, kv_heads, length, head_dim]``; recurrent states are ``[slots, ...]``.
-A row's tokens start in column 0, so a column is a position.
+Cache tensors are ``[slots, kv_heads, length, head_dim]``, one for the keys and one for the values of
+each layer; a function that takes ``caches`` treats all of them alike. A row's tokens start in column
+0, so a column is a position.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
-from rollout_pool.kernels.counter_hash import exponential_noise
 
-SAMPLE_CHUNK = 1 << 17
-"""Logits handled at once on a CPU, so that the passes over them stay in the core's cache."""
-_TOP_P_CANDIDATES = 512
+def expand_kv(
+    caches: Sequence[torch.Tensor], prefixes: Sequence[torch.Tensor], slots: torch.Tensor, start: int = 0
+) -> None:
+    """Copy one prompt's keys and values into several slots, from column ``start`` on.
 
-
-def expand_kv(cache: torch.Tensor, prefix: torch.Tensor, slots: torch.Tensor, start: int = 0) -> None:
-    """Copy one prompt's keys or values into several slots, from column ``start`` on.
-
-    prefix: ``[1, kv_heads, tokens, head_dim]``. slots: int64 ``[n]``, all different.
+    prefixes: one ``[1, kv_heads, tokens, head_dim]`` per cache. slots: int64 ``[n]``, all different.
     """
-    stop = start + prefix.shape[2]
-    for slot in slots.tolist():
-        cache[slot, :, start:stop].copy_(prefix[0])
+    numbers = slots.tolist()
+    for cache, prefix in zip(caches, prefixes, strict=True):
+        stop = start + prefix.shape[2]
+        for slot in numbers:
+            cache[slot, :, start:stop].copy_(prefix[0])
 
 
-def compact_kv(cache: torch.Tensor, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
+def expand_in_place(caches: Sequence[torch.Tensor], rows: int, copies: int, length: int) -> None:
+    """Repeat each of the first ``rows`` rows: [A, B] becomes [A, A, B, B], with no temporary.
+
+    A destination is never before its source, so going from the last destination to the first reads
+    every row before it is overwritten. Only the first ``length`` columns are copied.
+    """
+    for cache in caches:
+        for target in range(rows * copies - 1, 0, -1):
+            if target // copies != target:
+                cache[target, :, :length].copy_(cache[target // copies, :, :length])
+
+
+def compact_kv(
+    caches: Sequence[torch.Tensor], source: torch.Tensor, target: torch.Tensor, length: int
+) -> None:
     """Move the first ``length`` columns of rows ``source`` to rows ``target``; any overlap is safe.
 
     source, target: int64 ``[n]``; each target stands once. Recurrent states, which have no columns,
     are moved by :func:`move_rows`.
     """
-    moved = cache[source, :, :length]  # a copy: a target may be another move's source
-    cache[:, :, :length].index_copy_(0, target, moved)
+    sources, targets = source.tolist(), target.tolist()
+    if not set(sources).isdisjoint(targets):
+        move_rows([cache[:, :, :length] for cache in caches], source, target)
+        return
+    for cache in caches:
+        for before, after in zip(sources, targets, strict=True):
+            cache[after, :, :length].copy_(cache[before, :, :length])
 
 
-def move_rows(state: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
-    """``state[target] = state[source]`` along the first dimension; any overlap is safe."""
-    state.index_copy_(0, target, state.index_select(0, source))
+def move_rows(states: Sequence[torch.Tensor], source: torch.Tensor, target: torch.Tensor) -> None:
+    """``state[target] = state[source]`` along the first dimension of every state; any overlap is safe."""
+    for state in states:
+        state.index_copy_(0, target, state[source])  # the indexing is a copy: a target may be a source too
 
 
-def write_kv(cache: torch.Tensor, new: torch.Tensor, cells: torch.Tensor) -> None:
-    """Write one token's keys or values per row, each at the row's own position.
+def trim_kv(caches: Sequence[torch.Tensor], columns: int, length: int) -> None:
+    """Drop the first ``columns`` of ``length`` columns in use: all rows shift left, in place.
 
-    new: ``[rows, kv_heads, 1, head_dim]``. cells: int64 ``[rows * kv_heads]``, the index of each
-    ``head_dim`` vector in the flattened cache.
+    What was in columns ``columns`` to ``length`` is afterwards in columns 0 to ``length - columns``;
+    the columns after them keep what they held. Any overlap is safe.
     """
-    head_dim = cache.shape[-1]
-    cache.view(-1, head_dim).index_copy_(0, cells, new.reshape(-1, head_dim))
+    for cache in caches:
+        for row in cache:
+            row[:, : length - columns].copy_(row[:, columns:length].clone())
+
+
+def write_kv(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    cells: torch.Tensor,
+) -> None:
+    """Write one token's key and value per row, each at the row's own position.
+
+    new_keys, new_values: ``[rows, kv_heads, 1, head_dim]``. cells: int64 ``[rows * kv_heads]``, the index
+    of each ``head_dim`` vector in the flattened cache.
+    """
+    for cache, new in ((keys, new_keys), (values, new_values)):
+        head_dim = cache.shape[-1]
+        cache.view(-1, head_dim).index_copy_(0, cells, new.reshape(-1, head_dim))
 
 
 def decode_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    visible: torch.Tensor,
+    lengths: torch.Tensor | None = None,
     *,
     scaling: float,
+    window: int | torch.Tensor | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    visible: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One query per row against its own KV, without repeating grouped heads.
 
-    query: ``[rows, heads, 1, head_dim]``. keys, values: ``[rows, kv_heads, length, head_dim]``.
-    visible: bool ``[rows, 1, 1, length]``, at least one True a row; cells that are not visible must be
-    finite, since ``0 * nan`` is nan. sinks: ``[heads]``, logits that take part in the softmax and
-    carry no value. Returns ``[rows, heads, 1, head_dim of values]``.
+    query: ``[rows, heads, 1, head_dim]``. keys, values: ``[rows, kv_heads, length, head_dim]``; the two
+    head dims may differ. A row sees its first ``lengths`` cells (int64 ``[rows]``, at least 1), and of
+    those only the last ``window``, which is one number or one per row (int64 ``[rows]``).
+
+    visible: bool ``[rows, 1, 1, length]``, instead of lengths and window: which cells each row sees, at
+    least one. Only here, where a mask made once per step is cheaper than one made per layer. Cells that
+    are not seen must be finite here, since ``0 * nan`` is nan.
+
+    softcap: scores become ``tanh(score / softcap) * softcap``. sinks: ``[heads]``, logits that take part
+    in the softmax and carry no value. Returns ``[rows, heads, 1, head_dim of values]``.
     """
     rows, heads, _, head_dim = query.shape
     kv_heads = keys.shape[1]
-    grouped = query.view(rows, kv_heads, heads // kv_heads, head_dim)
+    if visible is None:
+        visible = visible_cells(lengths, window, keys.shape[2])
+    grouped = query.reshape(rows, kv_heads, heads // kv_heads, head_dim)
     if softcap is None and sinks is None:
         out = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible, scale=scaling)
         return out.reshape(rows, heads, 1, -1)
-    scores = torch.matmul(grouped, keys.transpose(2, 3)).float().mul_(scaling)  # [rows, kv_heads, group, length]
+    scores = (
+        torch.matmul(grouped, keys.transpose(2, 3)).float().mul_(scaling)
+    )  # [rows, kv_heads, group, length]
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill_(~visible, float("-inf"))
@@ -89,161 +137,19 @@ def decode_attention(
     return torch.matmul(weights.to(values.dtype), values).reshape(rows, heads, 1, -1)
 
 
-@dataclass(slots=True)
-class SamplingRows:
-    """What :func:`sample_tokens` needs to know of each row; all tensors are ``[rows]`` unless said.
-
-    ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 and ``penalty`` 1 are off. The flags say what no row needs,
-    so that the common cases pay nothing for the rare ones.
-    """
-
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    penalty: torch.Tensor
-    keys: torch.Tensor
-    """int32 ``[rows, 2]``: :func:`counter_hash.position_keys`."""
-    blocked: torch.Tensor
-    """int64 ``[rows, width]``: ids that may not be drawn yet; -1 is no id."""
-    seen: torch.Tensor | None = None
-    """bool ``[rows, vocab]``: ids in the prompt or drawn before, for the repetition penalty."""
-    adjusted: bool = True
-    """Some row has a penalty or a blocked id."""
-    filtered: bool = True
-    """Some row has top-k, top-p or min-p."""
-    sampled: bool = True
-    """Some row has a temperature above 0."""
-
-    def part(self, start: int, stop: int) -> SamplingRows:
-        """The rows from ``start`` to ``stop``."""
-        rows = slice(start, stop)
-        seen = None if self.seen is None else self.seen[rows]
-        return SamplingRows(
-            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.penalty[rows],
-            self.keys[rows], self.blocked[rows], seen, self.adjusted, self.filtered, self.sampled,
-        )  # fmt: skip
-
-
-def sample_tokens(
-    logits: torch.Tensor, rows: SamplingRows, vocab: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw one token per row; overwrites ``logits`` (float32 ``[rows, vocab]``).
-
-    Returns tokens (int64), log-probabilities of the plain distribution (log-softmax of logits /
-    temperature) and of the distribution drawn from (after penalties and filters), all ``[rows]``.
-    A row whose logits are not finite has nan as its log-probability.
-
-    Order of operations: Hugging Face's (penalty, blocked ids, temperature, top-k, top-p, min-p).
-    The draw is Gumbel-max in its exponential form (see :func:`counter_hash.exponential_noise`), and
-    never a token of probability zero. Temperature 0 is the argmax.
-    """
-    total = logits.shape[0]
-    step = max(1, SAMPLE_CHUNK // logits.shape[1])
-    parts = [
-        _sample(logits[start : start + step], rows.part(start, start + step), vocab)
-        for start in range(0, total, step)
-    ]
-    if len(parts) == 1:
-        return parts[0]
-    tokens, logprobs, sampling_logprobs = zip(*parts, strict=True)
-    return torch.cat(tokens), torch.cat(logprobs), torch.cat(sampling_logprobs)
-
-
-def _sample(
-    logits: torch.Tensor, rows: SamplingRows, vocab: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    greedy = rows.temperature == 0
-    temperature = torch.where(greedy, 1.0, rows.temperature).unsqueeze(1)
-    original = logits.clone() if rows.adjusted else logits
-    scores = logits
-    if rows.adjusted:
-        _adjust_(scores, rows)
-        original.div_(temperature)
-    scores.div_(temperature)
-    top, weights, norm = _softmax_parts(scores)
-    if rows.adjusted:
-        plain_top, _, plain_norm = _softmax_parts(original)
-    else:
-        plain_top, plain_norm = top, norm
-    if rows.filtered:
-        kept = scores >= _threshold(scores, weights, norm, rows).unsqueeze(1)
-        weights = torch.where(kept, weights, 0.0)
-        norm = _row_sum(weights)
-    tokens = scores.argmax(dim=1)
-    if rows.sampled:
-        drawn = weights.div_(exponential_noise(vocab, rows.keys)).argmax(dim=1)
-        tokens = torch.where(greedy, tokens, drawn)
-    picked = tokens.unsqueeze(1)
-    logprobs = original.gather(1, picked).squeeze(1) - plain_top - plain_norm.log()
-    sampling = scores.gather(1, picked).squeeze(1) - top - norm.log()
-    return tokens, logprobs, torch.where(greedy, torch.where(sampling.isnan(), sampling, 0.0), sampling)
-
-
-def _adjust_(logits: torch.Tensor, rows: SamplingRows) -> None:
-    """Repetition penalty and blocked ids, in place."""
-    if rows.seen is not None:
-        penalty = rows.penalty.unsqueeze(1)
-        penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
-        torch.where(rows.seen, penalised, logits, out=logits)
-    row, column = torch.nonzero(rows.blocked >= 0, as_tuple=True)
-    logits[row, rows.blocked[row, column]] = float("-inf")
-
-
-def _softmax_parts(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Row maximum ``[rows]``, exp(scores - maximum) ``[rows, vocab]`` and its row sum ``[rows]``."""
-    top = scores.amax(dim=1)
-    weights = (scores - top.unsqueeze(1)).exp_()
-    return top, weights, _row_sum(weights)
-
-
-def _row_sum(weights: torch.Tensor) -> torch.Tensor:
-    """Row sums whose bits do not depend on how many rows there are.
-
-    Torch splits the sum of a single row among its threads, and nothing else; so a single row is
-    summed as two.
-    """
-    if weights.shape[0] == 1:
-        return weights.expand(2, -1).sum(dim=1)[:1]
-    return weights.sum(dim=1)
-
-
-def _threshold(
-    scores: torch.Tensor, weights: torch.Tensor, norm: torch.Tensor, rows: SamplingRows
+def visible_cells(
+    lengths: torch.Tensor | None, window: int | torch.Tensor | None, length: int
 ) -> torch.Tensor:
-    """The lowest score that top-k, top-p and min-p leave in each row: ``[rows]``.
-
-    Every one of the three keeps the highest scores, so all of them are thresholds; equal scores
-    stand or fall together. No full sort unless top-p reaches past ``_TOP_P_CANDIDATES`` tokens.
-    """
-    vocab_size = scores.shape[1]
-    low = torch.full_like(norm, float("-inf"))
-    has_k, has_p = rows.top_k > 0, rows.top_p < 1
-    if bool(has_k.any()):
-        width = min(vocab_size, int(rows.top_k.max()))
-        kth = scores.topk(width, dim=1).values.gather(1, (rows.top_k.clamp(1, width) - 1).unsqueeze(1)).squeeze(1)
-        low = torch.where(has_k, kth, low)
-        norm = torch.where(has_k, _row_sum(torch.where(scores >= low.unsqueeze(1), weights, 0.0)), norm)
-    if bool(has_p.any()):
-        low = torch.where(has_p, _top_p_threshold(scores, weights, norm, low, rows.top_p), low)
-    minimum = scores.amax(dim=1) + rows.min_p.log()  # -inf where min-p is off
-    return torch.maximum(low, minimum)
-
-
-def _top_p_threshold(
-    scores: torch.Tensor, weights: torch.Tensor, norm: torch.Tensor, low: torch.Tensor, top_p: torch.Tensor
-) -> torch.Tensor:
-    """The score of the last token of the smallest top set whose mass reaches ``top_p``."""
-    width = min(scores.shape[1], _TOP_P_CANDIDATES)
-    while True:
-        ordered, ids = scores.topk(width, dim=1)
-        mass = weights.gather(1, ids).div_(norm.unsqueeze(1)).cumsum_(dim=1)
-        reached = (mass[:, -1] >= top_p) | (ordered[:, -1] < low)
-        if width == scores.shape[1] or bool(reached.logical_or_(top_p >= 1).all()):
-            break
-        width = scores.shape[1]
-    count = (mass < top_p.unsqueeze(1)).sum(dim=1, keepdim=True).clamp_(max=width - 1)
-    return torch.maximum(ordered.gather(1, count).squeeze(1), low)
+    """The cells that :func:`decode_attention` reads, as a mask: bool ``[rows, 1, 1, length]``."""
+    if lengths is None:
+        raise ValueError("decode_attention needs lengths or visible")
+    stop = lengths.view(-1, 1)
+    column = torch.arange(length, device=lengths.device).unsqueeze(0)
+    visible = column < stop
+    if window is not None:
+        width = window.view(-1, 1) if isinstance(window, torch.Tensor) else window
+        visible = visible & (column >= stop - width)
+    return visible.view(-1, 1, 1, length)
 
 
 def rows_of(values: Sequence[int], device: torch.device) -> torch.Tensor:

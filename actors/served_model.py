@@ -1,0 +1,64 @@
+"""A model that is ready to be served: loaded, checked, tried out, with its memory planned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import Cache, PreTrainedModel
+
+from rollout_pool.actors import support
+from rollout_pool.actors.kv_cache import cache_bytes
+from rollout_pool.actors.loading import eos_token_ids, load_model, load_tokenizer, transpose_linear_weights
+from rollout_pool.actors.memory import MemoryPlan, plan_memory
+from rollout_pool.actors.model_runner import ModelRunner
+from rollout_pool.config import Dtype, EngineConfig
+from rollout_pool.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What an engine needs to know of a model, found out before anything is allocated."""
+
+    model: PreTrainedModel
+    tokenizer: Any | None
+    runner: ModelRunner
+    example: Cache
+    """A small prefill's cache; its tensors give the slot cache its shapes."""
+    memory_plan: MemoryPlan
+    eos_token_ids: tuple[int, ...]
+
+
+def serve(
+    model: str | PreTrainedModel,
+    config: EngineConfig,
+    *,
+    tokenizer: Any | None,
+    dtype: Dtype,
+    device: str | None,
+    trust_remote_code: bool,
+) -> ServedModel:
+    """Load a model if need be, refuse it if it cannot be served, and plan its memory.
+
+    Raises ConfigError, UnsupportedModelError or CapacityError, each with the way out.
+    """
+    is_loaded_here = isinstance(model, str)
+    if isinstance(model, str):
+        if isinstance(tokenizer, str):
+            tokenizer = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code, required=True)
+        tokenizer = tokenizer or load_tokenizer(model, trust_remote_code=trust_remote_code)
+        model = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    elif dtype != "auto" or device is not None:
+        raise ConfigError("dtype and device are for loading; a model that is loaded already keeps its own")
+    support.refuse_by_configuration(model, config.max_length)
+    runner = ModelRunner(model)
+    wants_transposed = config.linear_layout == "transposed" or (
+        config.linear_layout == "auto" and is_loaded_here
+    )
+    if wants_transposed and runner.device.type == "cpu":
+        transpose_linear_weights(model)
+    with runner.session():
+        example = support.trial(runner).cache
+    plan = plan_memory(model, config, *cache_bytes(example), runner.device)
+    plan.check()
+    return ServedModel(model, tokenizer, runner, example, plan, eos_token_ids(model, tokenizer))
