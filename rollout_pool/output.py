@@ -76,6 +76,7 @@ class OutputFile:
                 raise OSError(0, "no room for a whole line")
         except OSError as error:
             self._file.truncate(end)
+            self._file.seek(end)
             raise OutputFileError(f"cannot write {self._lines}: {error.strerror}") from None
         self.done.add(line.index)
         if group.error is not None:

@@ -15,12 +15,16 @@ from rollout_pool.errors import ActorStartError, RolloutPoolError
 def ray_cluster(address: str | None, *, verbose: bool = False) -> Iterator[None]:
     """Connect to a Ray cluster, or start one on this machine, until the block ends.
 
-    ``address`` None means ``$RAY_ADDRESS``, and without that a cluster of our own.
+    ``address`` None means ``$RAY_ADDRESS``, and without that a cluster of our own. A connection
+    that this process has already is used, and left open.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
+    if ray.is_initialized():
+        yield
+        return
     where = address or os.environ.get("RAY_ADDRESS") or "local"
     try:
         ray.init(

@@ -29,7 +29,7 @@ class Summary:
         self.num_samples += len(group.samples)
         self.num_tokens += sum(len(sample.token_ids) for sample in group.samples)
         if group.error is not None:
-            self._failures.append(f"prompt {line.index} (request {line.request.request_id}): {group.error}")
+            self._failures.append(f"prompt {line.index}: {group.error}")
 
     def finish(self, stats: PoolStats) -> None:
         """The last group has come; ``stats`` are the pool's counters at that moment."""
