@@ -68,7 +68,7 @@ def exponential_noise(vocab: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     hash_ = vocab ^ keys[:, :1]
     hash_.mul_(_MIX_A)
     _xor_shift_(hash_, 15)
-    hash_.add_(keys[:, 1:]).mul_(_MIX_B)
+    hash_.bitwise_xor_(keys[:, 1:]).mul_(_MIX_B)
     _xor_shift_(hash_, 16)
     remainder = hash_.bitwise_and_(0x7FFFFFFF).to(torch.float64)
     remainder.mul_(-(2.0**-31)).add_(1.0 - 2.0**-32)
