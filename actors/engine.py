@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout_pool.actors.kv_cache import SlotCache
+from rollout_pool.actors.loading import special_tokens
 from rollout_pool.actors.model_runner import Prefix
 from rollout_pool.actors.prompts import PromptEncoder
 from rollout_pool.actors.rows import Rows
@@ -139,9 +140,7 @@ class Engine:
             return
         params = request.sampling
         state = GroupState(next(self._numbers), params.n, params.max_new_tokens)
-        eos = () if params.ignore_eos else self._eos
-        stop_ids = tuple(sorted({*eos, *params.stop_token_ids}))
-        self._running[state.group_id] = Running(request, prompt, stop_ids, state, on_finish)
+        self._running[state.group_id] = Running(request, prompt, self._stop_ids(params), state, on_finish)
         self._scheduler.add(state)
 
     def has_work(self) -> bool:
@@ -209,11 +208,9 @@ class Engine:
             ops.sample_key(request.seed, request.identity, request.sample_offset + number)
             for number in numbers
         ]
-        self._rows.admit(slots, prompt, request.sampling, keys, running.stop_ids)
+        self._rows.admit(slots, prompt, request.sampling, keys, list(running.stop_ids))
         for slot, number in zip(slots, numbers, strict=True):
-            self._seats[slot] = Seat(
-                running, number, prompt.shape[0] - self._step, self._watch(request.sampling)
-            )
+            self._seats[slot] = Seat(running, number, prompt.shape[0] - self._step, self._watch(running))
         ended = self._rows.sample(logits, places)
         self._retire([slots[place] for place in ended], slots)
 
@@ -241,8 +238,18 @@ class Engine:
         self._count(prefills=1, prefill_tokens=prompt.shape[0])
         return self._runner.prefill(prompt)
 
-    def _watch(self, params: SamplingParams) -> StopWatch | None:
-        return StopWatch(self.tokenizer, params.stop, params.min_new_tokens) if params.stop else None
+    def _stop_ids(self, params: SamplingParams) -> dict[int, str | int]:
+        """Every token that ends a sample. A stop string that is a special token never shows in the text."""
+        ids: dict[int, str | int] = {} if params.ignore_eos else {token: token for token in self._eos}
+        ids.update({token: token for token in params.stop_token_ids})
+        special = special_tokens(self.tokenizer) if params.stop else {}
+        ids.update({special[text]: text for text in params.stop if text in special})
+        return ids
+
+    def _watch(self, running: Running) -> StopWatch | None:
+        params = running.request.sampling
+        strings = tuple(text for text in params.stop if text not in running.stop_ids.values())
+        return StopWatch(self.tokenizer, strings, params.min_new_tokens) if strings else None
 
     def _compact(self) -> None:
         """At the tail, move rows together so that the next steps run fewer of them."""

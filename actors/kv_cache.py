@@ -169,6 +169,10 @@ class SlotCache(Cache):
             prefixes += (source.keys, source.values)
         for start, (caches, prefixes) in copies.items():
             ops.expand_kv(caches, prefixes, slots, start)
+            for cache in caches if start else ():
+                cache[slots, :, :start] = (
+                    0  # masked for good, so whatever a free row left there must be finite
+                )
         for index, states in self._states.items():
             states.expand(sources[index], slots)
 

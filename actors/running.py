@@ -26,7 +26,8 @@ class Running:
 
     request: ResolvedRequest
     prompt: TokenIds
-    stop_ids: tuple[int, ...]
+    stop_ids: dict[int, str | int]
+    """Tokens that end a sample, and what its ``stop_match`` then says: the id, or a special token's text."""
     state: GroupState
     on_finish: OnFinish | None
     submitted: float = field(default_factory=time.monotonic)
@@ -90,7 +91,7 @@ class Seat:
         if self.watch is not None and self.watch.match is not None:
             return "stop", self.watch.match
         if last in self.running.stop_ids:
-            return "stop", last
+            return "stop", self.running.stop_ids[last]
         return ("aborted", None) if aborted else ("length", None)
 
     def _text(self, generated: Generated, tokenizer: Any | None) -> str:
