@@ -45,7 +45,7 @@ class RolloutActor:
     """
 
     def __init__(self, config: PoolConfig, name: str, *, threads: int, device: str) -> None:
-        pass  # keep_checkout_off_path()
+        keep_checkout_off_path()
         self.name = name
         self._config = config
         self._threads = threads

@@ -161,12 +161,11 @@ class Crew:
         except TimeoutError:
             reason = f"the model took longer to load than start_timeout_s ({limit:g} s)"
             raise ActorStartError(f"{name}: {reason if is_up else self._why_not_scheduled()}") from None
-        except RayTaskError as error:
-            raise (
-                error.cause if isinstance(error.cause, RolloutPoolError) else _died(name, error.cause)
-            ) from None
         except RayError as error:
-            raise _died(name, error) from None
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            if isinstance(cause, RolloutPoolError):
+                raise cause from None
+            raise ActorStartError(f"{name} died while it started: {one_line(cause)}") from None
 
     def _why_not_scheduled(self) -> str:
         total, free = ray.cluster_resources(), ray.available_resources()
@@ -185,18 +184,12 @@ class Crew:
                 async with asyncio.timeout(ANSWER_TIMEOUT_S):
                     samples_ended = await member.handle.progress.remote()
             except TimeoutError:
-                self.lose(member, f"it gave no answer for {ANSWER_TIMEOUT_S:g} s")
-                return
+                return self.lose(member, f"it gave no answer for {ANSWER_TIMEOUT_S:g} s")
             except RayError as error:
-                self.lose(member, one_line(error))
-                return
+                return self.lose(member, one_line(error))
             member.load = member.load.on_progress(samples_ended)
             self._on_room()
             await asyncio.sleep(REPORT_INTERVAL_S)
-
-
-def _died(name: str, error: Exception) -> ActorStartError:
-    return ActorStartError(f"{name} died while it started: {one_line(error)}")
 
 
 def one_line(error: BaseException) -> str:

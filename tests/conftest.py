@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import string
+from pathlib import Path
 
 import pytest
 
@@ -85,9 +87,13 @@ def tiny_tokenizer():
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A Ray cluster of this module alone: four cores on one node, whatever the machine has."""
+    """A Ray cluster of this module alone: four cores on one node, whatever the machine has.
+
+    The driver stands in the repository root, as a user of a checkout may; Ray hands that on.
+    """
     import ray
 
-    ray.init(address="local", num_cpus=4, include_dashboard=False)
+    with contextlib.chdir(Path(__file__).parents[1]):
+        ray.init(address="local", num_cpus=4, include_dashboard=False)
     yield
     ray.shutdown()

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import ray
 
@@ -60,7 +61,6 @@ LONG = SamplingParams(n=4, max_new_tokens=120, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def pool(tiny_model_dir: str, cluster: None):
-    """Two actors, started by a driver that stands in the repository root as a user of a checkout may."""
     config = PoolConfig(model=tiny_model_dir, num_actors=2, cpus_per_actor=1, engine=ENGINE, seed=3)
     handle = RolloutPool.remote(config)
     infos = ray.get(handle.ready.remote(), timeout=120)
@@ -68,6 +68,7 @@ def pool(tiny_model_dir: str, cluster: None):
         ("actor-0", "cpu", 1),
         ("actor-1", "cpu", 1),
     ]
+    assert ray.get(handle.num_actors.remote()) == 2
     yield handle
     ray.kill(handle)
 
@@ -116,6 +117,7 @@ def test_every_form_of_prompt_gives_its_group_in_input_order_and_a_bad_one_fails
     assert sum(stats.submitted for stats in after.actors) == after.submitted
 
 
+@pytest.mark.filterwarnings("ignore:deterministic='strict'")  # the engine here comes late to this process
 def test_results_equal_the_engines_and_do_not_depend_on_the_number_of_actors(pool, tiny_model_dir) -> None:
     config = PoolConfig(model=tiny_model_dir, num_actors=1, cpus_per_actor=2, engine=ENGINE, seed=3)
     alone = RolloutPool.remote(config)
@@ -137,6 +139,7 @@ def test_results_equal_the_engines_and_do_not_depend_on_the_number_of_actors(poo
 
 
 def shut_down_in_flight(pool) -> None:
+    pid = ray.get(pool.ready.remote())[0].pid
     largest = RolloutRequest("", SamplingParams(n=8, max_new_tokens=120))  # so it goes out first
     waiting = pool.rollout.remote(["a", "b", "c", largest], LONG)
     while balance(pool).failed == 3 * len(FAULTS):
@@ -154,6 +157,8 @@ def shut_down_in_flight(pool) -> None:
             ray.get(call, timeout=30)
         assert str(caught.value.cause) == "the pool was shut down"
     ray.get(pool.shutdown.remote(), timeout=30)  # a second one changes nothing
+    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=30)
+    assert not psutil.pid_exists(pid)
 
 
 def test_stream_yields_every_group_once_as_it_finishes(pool) -> None:
