@@ -256,6 +256,7 @@ def test_wrong_configuration_is_refused_in_the_driver(tiny_model_dir: str) -> No
         RolloutPool(PoolConfig(model=tiny_model_dir))
 
 
+@pytest.mark.slow
 def test_what_only_the_loading_finds_reaches_every_caller_as_its_class(
     pool, tiny_model_dir: str, tmp_path: Path
 ) -> None:

@@ -104,6 +104,7 @@ def test_actor_whose_engine_fails_exits_and_its_groups_run_elsewhere(pool) -> No
         ray.get(members[0].stats.remote(), timeout=30)
 
 
+@pytest.mark.slow
 def test_groups_over_their_replays_fail_by_name_and_a_pool_that_cannot_recover_says_why(
     tiny_model_dir: str, tmp_path: Path
 ) -> None:
