@@ -29,9 +29,12 @@ def run(args: argparse.Namespace) -> int:
     check_paths(config)
     groups = list(read_groups(args.output))
 
+    from transformers.utils import logging
+
     from rollout_pool.actors.loading import load_model
     from rollout_pool.verification import verify
 
+    logging.disable_progress_bar()
     model = load_model(
         config.model, dtype=config.dtype, device=None, trust_remote_code=config.trust_remote_code
     )
