@@ -40,7 +40,8 @@ def resolve_requests(
 ) -> list[ResolvedRequest]:
     """Give every prompt of one call its sampling, seed, identity and index.
 
-    ``seed`` is that of the call; a request's own seed goes first, then that of its sampling.
+    ``seed`` is that of the call and comes last: a request's own seed goes first, then that of its own
+    sampling, then that of ``sampling``.
     A single str or mapping instead of a list raises :class:`RequestError`: it is always a mistake.
     """
     if isinstance(prompts, (str, bytes, Mapping, RolloutRequest)):
@@ -65,7 +66,7 @@ def _resolve(item: Any, index: int, default: SamplingParams, call_seed: int) -> 
     params = request.sampling if isinstance(request.sampling, SamplingParams) else default
     named = request.request_id is not None
     request_id = request.request_id if request.request_id is not None else index
-    seed = next(s for s in (request.seed, params.seed, call_seed) if s is not None)
+    seed = next(s for s in (request.seed, params.seed, default.seed, call_seed) if s is not None)
     return ResolvedRequest(
         prompt=request.prompt,
         sampling=params,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rollout_pool.errors import ConfigError, VerificationError
-from rollout_pool.types import RolloutGroup
+from rollout_pool.types import RolloutGroup, Sample, TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Verification:
     """How far the log-probabilities of rollouts lie from those of a teacher-forced forward."""
 
     max_abs_diff: float
-    """Largest difference of one token's log-probability, in nats."""
+    """Largest difference of one token's log-probability, in nats; inf where one of the two is nan."""
     mean_abs_diff: float
     num_tokens: int
     num_samples: int
@@ -36,13 +36,13 @@ class Verification:
             return "verify: no tokens to compare"
         request_id, sample, position = self.worst
         return (
-            f"verify: max |difference| of logprobs {self.max_abs_diff:.2e}, mean {self.mean_abs_diff:.2e} over "
-            f"{self.num_tokens} tokens in {self.num_samples} samples "
+            f"verify: max |difference| of logprobs {self.max_abs_diff:.2e}, mean "
+            f"{self.mean_abs_diff:.2e} over {self.num_tokens} tokens in {self.num_samples} samples "
             f"(worst: request {request_id}, sample {sample}, token {position})"
         )
 
     def check(self, tolerance: float) -> None:
-        """Raise :class:`VerificationError` when a token differs by more than ``tolerance``, or by nan."""
+        """Raise :class:`VerificationError` when a token differs by more than ``tolerance``."""
         if self.worst is not None and not self.max_abs_diff <= tolerance:
             raise VerificationError(f"{self.describe()}; the tolerance is {tolerance:g}")
 
@@ -51,7 +51,7 @@ def verify(groups: Iterable[RolloutGroup], model: Any, *, temperature: float | N
     """Compare ``Sample.logprobs`` with ``log_softmax(logits / temperature)`` of a plain forward.
 
     Args:
-        groups: finished groups; failed ones are passed over.
+        groups: finished groups. Groups without samples add nothing.
         model: a causal LM (``PreTrainedModel``), an ``Engine``, or a folder to load one from (in its
             own dtype). Its mode is restored.
         temperature: that of the rollouts; by default each group's own.
@@ -60,36 +60,54 @@ def verify(groups: Iterable[RolloutGroup], model: Any, *, temperature: float | N
     trainers compute it; temperature 0 is scored unscaled.
     """
     scorer = _model(model)
-    worst: tuple[float, tuple[str | int, int, int]] | None = None
-    total, tokens, samples = 0.0, 0, 0
-    group_max: dict[int, float] = {}
+    found: list[_Scored] = []
     with _evaluation(scorer):
         for group in groups:
-            scale = temperature if temperature is not None else group.sampling.temperature if group.sampling else 1.0
-            for sample in group.samples:
-                if sample.token_ids.size == 0:
-                    continue
-                scored = score(scorer, group.prompt_token_ids, sample.token_ids, scale)
-                difference = (scored - torch.from_numpy(sample.logprobs).double()).abs()
-                position = int(difference.nan_to_num(nan=float("inf")).argmax())
-                high = float(difference[position])
-                total, tokens, samples = total + float(difference.sum()), tokens + difference.numel(), samples + 1
-                group_max[group.index] = max(high, group_max.get(group.index, 0.0))
-                if worst is None or not high <= worst[0]:
-                    worst = (high, (group.request_id, sample.sample_index, position))
+            drawn_at = group.sampling.temperature if group.sampling is not None else 1.0
+            scale = drawn_at if temperature is None else temperature
+            found += [
+                _compare(scorer, group, sample, scale) for sample in group.samples if sample.token_ids.size
+            ]
+    worst = max(found, key=lambda scored: scored.high, default=None)
+    tokens = sum(scored.num_tokens for scored in found)
+    group_max: dict[int, float] = {}
+    for scored in found:
+        group_max[scored.group_index] = max(scored.high, group_max.get(scored.group_index, 0.0))
     return Verification(
-        max_abs_diff=worst[0] if worst else 0.0,
-        mean_abs_diff=total / tokens if tokens else 0.0,
+        max_abs_diff=worst.high if worst else 0.0,
+        mean_abs_diff=sum(scored.total for scored in found) / tokens if tokens else 0.0,
         num_tokens=tokens,
-        num_samples=samples,
-        worst=worst[1] if worst else None,
+        num_samples=len(found),
+        worst=worst.where if worst else None,
         group_max=group_max,
     )
 
 
-def score(model: Any, prompt: Any, completion: Any, temperature: float) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """One sample's differences."""
+
+    group_index: int
+    where: tuple[str | int, int, int]
+    high: float
+    total: float
+    num_tokens: int
+
+
+def _compare(scorer: torch.nn.Module, group: RolloutGroup, sample: Sample, temperature: float) -> _Scored:
+    scored = score(scorer, group.prompt_token_ids, sample.token_ids, temperature)
+    difference = (scored - torch.tensor(sample.logprobs, dtype=torch.float64)).abs()
+    difference = difference.nan_to_num(nan=float("inf"))  # a nan is the worst of all
+    position = int(difference.argmax())
+    where = (group.request_id, sample.sample_index, position)
+    return _Scored(
+        group.index, where, float(difference[position]), float(difference.sum()), difference.numel()
+    )
+
+
+def score(model: Any, prompt: TokenIds, completion: TokenIds, temperature: float) -> torch.Tensor:
     """Log-probability of every completion token in one plain forward: float64 ``[tokens]`` on the CPU."""
-    ids = torch.cat((torch.as_tensor(prompt), torch.as_tensor(completion)))
+    ids = torch.tensor([*prompt.tolist(), *completion.tolist()])
     size = completion.shape[0]
     device = next(model.parameters()).device
     logits = model(input_ids=ids.unsqueeze(0).to(device), use_cache=False).logits[0, -size - 1 : -1].float()
