@@ -263,3 +263,17 @@ def test_a_stop_string_that_is_a_special_token_works_or_is_refused(texts: Engine
         assert (sample.finish_reason, sample.text) == ("stop", "")
     else:
         assert "stop_token_ids" in group.error
+
+
+def test_an_eos_id_outside_the_vocabulary_is_harmless(
+    build: Any, small_config: Any, prompts_of: Any, hf_greedy: Any
+) -> None:
+    """A tokenizer may know more ids than the model's head, and some configurations keep a default."""
+    from transformers import LlamaConfig
+
+    model = build(LlamaConfig(**small_config()))
+    model.generation_config.eos_token_id = [EOS, 50_256]
+    engine = Engine(model, EngineConfig(num_slots=2, max_length=64))
+    (prompt,) = prompts_of([5])
+    (group,) = engine.generate([prompt], with_(ignore_eos=False, min_new_tokens=6))
+    assert group.samples[0].token_ids.tolist() == hf_greedy(model, prompt, 20, eos=[EOS], min_new_tokens=6)
