@@ -1,4 +1,4 @@
-"""`rollout-pool run` and `verify` for real: Ray, two actors, a tiny model, a kill in the middle."""
+"""`rollout-pool run` and `verify` for real: Ray, actors, a tiny model, a kill in the middle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 NUM_PROMPTS = 24
 CONFIG = """
-num_actors: 2
 cpus_per_actor: 1
 dtype: float32
 seed: 11
@@ -50,8 +49,8 @@ def arguments(folder: Path, output: str, *more: str) -> list[str]:
     return ["run", *map(str, paths), *more]
 
 
-def start(folder: Path, output: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-P", "-m", "rollout_pool", *arguments(folder, output)]
+def start(folder: Path, output: str, *more: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-P", "-m", "rollout_pool", *arguments(folder, output, *more)]
     environment = {**os.environ, "RAY_ADDRESS": "local"}
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
 
@@ -85,19 +84,21 @@ def test_a_run_answers_every_prompt_of_the_file(
     assert "the prompt is empty" in (empty.error or "")
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_file(folder: Path, whole: list[bytes]) -> None:
-    process = start(folder, "killed.jsonl")
+    process = start(folder, "killed.jsonl", "--num-actors", "2")
     wait_for_lines(folder / "killed.jsonl", 3, process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     left = (folder / "killed.jsonl").read_bytes()
     assert 3 <= left.count(b"\n") < NUM_PROMPTS
-    assert main(arguments(folder, "killed.jsonl", "--resume", "--num-actors", "1")) == 1
+    assert main(arguments(folder, "killed.jsonl", "--resume")) == 1
     after = (folder / "killed.jsonl").read_bytes()
     assert after.startswith(left)
     assert sorted(after.splitlines()) == whole
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_with_130_and_parquet_resumes(folder: Path, whole: list[bytes]) -> None:
     process = start(folder, "stopped.parquet")
     wait_for_lines(folder / "stopped.parquet.part.jsonl", 3, process)
@@ -159,7 +160,7 @@ def test_prompts_from_standard_input_and_a_clean_run_end_with_0(
 def test_what_only_loading_finds_is_one_line_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "broken").mkdir(exist_ok=True)
     (folder / "broken" / "config.json").write_text('{"model_type": "llama"}')
-    command = arguments(folder, "none.jsonl", "--model", str(folder / "broken"), "--num-actors", "1")
+    command = arguments(folder, "none.jsonl", "--model", str(folder / "broken"))
     assert main(command) == 2
     errors = capsys.readouterr().err.splitlines()
     assert errors[-1].startswith("rollout-pool run: ")
