@@ -16,7 +16,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from rollout_pool.errors import UnsupportedModelError
-from rollout_pool.kernels.ops import decode_attention
+from rollout_pool.kernels import ops
 
 NAME = "rollout_pool_rows"
 
@@ -40,14 +40,14 @@ def row_mask(
     sliding window, chunked. It is evaluated on positions, so every rule that Transformers can express
     holds per row, and cells past a row's position, used or not, are never seen.
 
-    On a GPU the result is :func:`spans` instead, so that the kernel reads no more cells than it needs.
+    With Triton the result is :func:`spans` instead, so that the kernel reads only the cells it needs.
     """
     rows = torch.arange(batch_size, device=device).view(-1, 1, 1, 1)
     head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
     columns = torch.arange(kv_offset, kv_offset + kv_length, device=device).view(1, 1, 1, -1)
     visible = mask_function(rows, head, q_offset.view(-1, 1, 1, 1), columns)
     visible = visible.expand(batch_size, 1, 1, kv_length)
-    return spans(visible) if visible.is_cuda else visible
+    return spans(visible) if ops.uses_triton(visible) else visible
 
 
 def spans(visible: torch.Tensor) -> torch.Tensor:
@@ -81,12 +81,12 @@ def row_attention(
         raise UnsupportedModelError(f"{type(module).__name__} adds a position bias to its attention scores")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if attention_mask.dtype == torch.bool:
-        out = decode_attention(
+        out = ops.decode_attention(
             query, key, value, scaling=scale, softcap=softcap, sinks=s_aux, visible=attention_mask
         )
     else:
         lengths, window = attention_mask[:, 0, 0].unbind(dim=1)
-        out = decode_attention(
+        out = ops.decode_attention(
             query, key, value, lengths, window=window, scaling=scale, softcap=softcap, sinks=s_aux
         )  # fmt: skip
     return out.transpose(1, 2), None

@@ -12,6 +12,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, ParamSpec, TypeVar
 
+import torch
+
 from rollout_pool.kernels import counter_hash, reference, sampling_reference
 from rollout_pool.kernels.counter_hash import sample_key, vocabulary_hash
 from rollout_pool.kernels.reference import rows_of
@@ -22,9 +24,13 @@ R = TypeVar("R")
 
 
 @cache
-def has_triton() -> bool:
-    """Whether Triton is installed; without it a GPU runs the references too."""
+def _has_triton() -> bool:
     return find_spec("triton") is not None
+
+
+def uses_triton(tensor: torch.Tensor) -> bool:
+    """Whether work on ``tensor`` is done by Triton; a GPU without Triton runs the references."""
+    return tensor.is_cuda and _has_triton()
 
 
 def _by_device(reference_form: Callable[P, R], module: str) -> Callable[P, R]:
@@ -39,17 +45,12 @@ def _by_device(reference_form: Callable[P, R], module: str) -> Callable[P, R]:
 
     @wraps(reference_form)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        on_gpu = _is_on_gpu(next(iter((*args, *kwargs.values())))) and has_triton()
-        return (triton_form() if on_gpu else reference_form)(*args, **kwargs)
+        first: Any = next(iter((*args, *kwargs.values())))  # a tensor, or a sequence of them
+        tensor = first if isinstance(first, torch.Tensor) else next(iter(first), None)
+        chosen = triton_form() if tensor is not None and uses_triton(tensor) else reference_form
+        return chosen(*args, **kwargs)
 
     return call
-
-
-def _is_on_gpu(first: Any) -> bool:
-    """Whether the first argument, a tensor or a sequence of them, is on a GPU."""
-    if isinstance(first, (list, tuple)):
-        return bool(first) and bool(first[0].is_cuda)
-    return bool(first.is_cuda)
 
 
 expand_kv = _by_device(reference.expand_kv, "cache_triton")
@@ -59,7 +60,7 @@ move_rows = _by_device(reference.move_rows, "cache_triton")
 trim_kv = _by_device(reference.trim_kv, "cache_triton")
 write_kv = _by_device(reference.write_kv, "cache_triton")
 decode_attention = _by_device(reference.decode_attention, "attention_triton")
-position_keys = _by_device(counter_hash.position_keys, "sampling_triton")
+position_keys = _by_device(counter_hash.position_keys, "counter_hash_triton")
 sample_tokens = _by_device(sampling_reference.sample_tokens, "sampling_triton")
 
 __all__ = [
@@ -68,13 +69,13 @@ __all__ = [
     "decode_attention",
     "expand_in_place",
     "expand_kv",
-    "has_triton",
     "move_rows",
     "position_keys",
     "rows_of",
     "sample_key",
     "sample_tokens",
     "trim_kv",
+    "uses_triton",
     "vocabulary_hash",
     "write_kv",
 ]
