@@ -244,7 +244,8 @@ class Engine:
         ids.update({token: token for token in params.stop_token_ids})
         special = special_tokens(self.tokenizer) if params.stop else {}
         ids.update({special[text]: text for text in params.stop if text in special})
-        return ids
+        # A tokenizer may know more tokens than the model's head has rows; those are never drawn.
+        return {token: match for token, match in ids.items() if 0 <= token < self._runner.vocab_size}
 
     def _watch(self, running: Running) -> StopWatch | None:
         params = running.request.sampling

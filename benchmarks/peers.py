@@ -4,8 +4,9 @@
 
 Every peer gets the same model, prompts, budgets, dtype and thread count, and as many rows at once as
 it likes of the sizes tried. Each runs in a process of its own; the processes take turns, round by
-round, so that a busy machine is unfair to all of them alike. The first table line is the result: ours
-over the best of each peer's settings, the median of the rounds and their spread.
+round, so that a busy machine is unfair to all of them alike. The first round tries every peer with all
+its settings, the others repeat the best of each. The first lines are the result: ours over the best of
+each peer, the median of the rounds and their spread.
 
 Workloads (EOS ignored, so that all do the same work):
     sampled  16 chat prompts x 8 samples, temperature 1, 96 new tokens
@@ -200,12 +201,15 @@ def serve(arguments: argparse.Namespace) -> None:
         print(json.dumps({"peer": arguments.worker, "rate": tokens / seconds}), flush=True)
 
 
+def best_of_each(workers: list[Worker]) -> dict[str, Worker]:
+    """Each peer's fastest setting so far."""
+    names = dict.fromkeys(worker.name for worker in workers)
+    return {name: max((w for w in workers if w.name == name), key=lambda w: w.rates[0]) for name in names}
+
+
 def report(workers: list[Worker], arguments: argparse.Namespace) -> dict[str, Any]:
     """Print ratios first, then the rates behind them."""
-    best = {
-        name: max((w for w in workers if w.name == name), key=lambda w: statistics.median(w.rates))
-        for name in dict.fromkeys(worker.name for worker in workers)
-    }
+    best = best_of_each(workers)
     mine = best["ours"].rates
     result: dict[str, Any] = {"workload": arguments.workload, "threads": arguments.threads, "ratios": {}}
     for name, worker in best.items():
@@ -218,9 +222,9 @@ def report(workers: list[Worker], arguments: argparse.Namespace) -> dict[str, An
             f"(rounds {min(ratios):.2f} to {max(ratios):.2f}; its best setting: {worker.label})"
         )
     for worker in workers:
-        low, high = min(worker.rates), max(worker.rates)
+        low, high, middle = min(worker.rates), max(worker.rates), statistics.median(worker.rates)
         print(
-            f"  {worker.label:28s} {statistics.median(worker.rates):7.1f} tokens/s ({low:.1f} to {high:.1f})"
+            f"  {worker.label:28s} {middle:7.1f} tokens/s ({low:.1f} to {high:.1f}; {len(worker.rates)} rounds)"
         )
     result["rates"] = {worker.label: worker.rates for worker in workers}
     return result
@@ -249,7 +253,8 @@ def main() -> None:
         for name in dict.fromkeys(["ours", *arguments.peers]):
             workers += [Worker(name, rows, arguments) for rows in SETTINGS[arguments.workload][name]]
         for number in range(arguments.rounds):
-            for worker in workers:
+            # The first round tries every setting; the others repeat each peer's best.
+            for worker in workers if number == 0 else best_of_each(workers).values():
                 print(f"round {number + 1}: {worker.label} {worker.run():.1f} tokens/s", file=sys.stderr)
         result = report(workers, arguments)
     finally:
