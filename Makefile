@@ -69,19 +69,19 @@ $(BIN)/python:
 
 $(VENV)/.demo: $(INPUTS) | $(BIN)/python
 	@echo "installing rollout-pool and what the demo needs into $(VENV) (a few minutes the first time)"
-	@$(PIP) install --quiet -c constraints.txt -e '.[demo]'
+	@$(PIP) install -qq -c constraints.txt -e '.[demo]'
 	@touch $@
 
 $(VENV)/.dev: $(INPUTS) | $(BIN)/python
 	@echo "installing rollout-pool, tests and linters into $(VENV) (a few minutes the first time)"
-	@$(PIP) install --quiet -c constraints.txt -e '.[test,dev]'
+	@$(PIP) install -qq -c constraints.txt -e '.[test,dev]'
 	@touch $(VENV)/.demo $@
 
 # torch stays the one of constraints.txt: its lower end is several GB of CUDA packages away.
 $(VENV)-lowest/.dev: $(INPUTS) Makefile
 	@echo "installing the lowest supported versions into $(VENV)-lowest: $(LOWEST)"
 	@$(PYTHON) -m venv $(VENV)-lowest
-	@$(VENV)-lowest/bin/python -m pip --disable-pip-version-check install --quiet \
+	@$(VENV)-lowest/bin/python -m pip --disable-pip-version-check install -qq \
 	  -e '.[test]' $(LOWEST) $$(grep '^torch==' constraints.txt)
 	@touch $@
 
