@@ -12,14 +12,13 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout_pool.actors.kv_cache import SlotCache
-from rollout_pool.actors.loading import special_tokens
-from rollout_pool.actors.model_runner import Prefix
+from rollout_pool.actors.prefill import Prefiller
 from rollout_pool.actors.prompts import PromptEncoder
 from rollout_pool.actors.rows import Rows
 from rollout_pool.actors.running import OnFinish, Running, Seat
 from rollout_pool.actors.scheduler import Admission, GroupState, Scheduler
 from rollout_pool.actors.served_model import serve
-from rollout_pool.actors.stopping import StopWatch
+from rollout_pool.actors.stopping import Endings
 from rollout_pool.actors.strict import ask_for_strict_products, warn_unless_strict
 from rollout_pool.config import Dtype, EngineConfig
 from rollout_pool.errors import RequestError
@@ -86,9 +85,10 @@ class Engine:
         self._device = self._runner.device
         if self.is_strict and self._device.type == "cpu":
             warn_unless_strict()
-        self._eos = served.eos_token_ids
+        self._endings = Endings(self.tokenizer, served.eos_token_ids, self._runner.vocab_size)
         self._encoder = PromptEncoder(self.tokenizer, self._runner.vocab_size, length)
         self.cache = SlotCache(served.example, num_slots, length)
+        self._prefiller = Prefiller(self._runner, self.cache, shares=self.config.prefix == "expand")
         self._rows = Rows(num_slots, length, self._runner.vocab_size, self._device)
         self._scheduler = Scheduler(num_slots)
         self._running: dict[int, Running] = {}
@@ -140,7 +140,7 @@ class Engine:
             return
         params = request.sampling
         state = GroupState(next(self._numbers), params.n, params.max_new_tokens)
-        self._running[state.group_id] = Running(request, prompt, self._stop_ids(params), state, on_finish)
+        self._running[state.group_id] = Running(request, prompt, self._endings.ids(params), state, on_finish)
         self._scheduler.add(state)
 
     def has_work(self) -> bool:
@@ -178,6 +178,9 @@ class Engine:
             waiting_groups=waiting,
             running_groups=len(self._running) - waiting,
             live_rows=self._scheduler.num_live,
+            prefills=self._prefiller.num_prefills,
+            prefill_tokens=self._prefiller.tokens_computed,
+            prefill_tokens_saved=self._prefiller.tokens_saved,
             waiting_samples=self._scheduler.num_waiting_samples,
         )
 
@@ -202,7 +205,7 @@ class Engine:
         running.started = running.started or monotonic()
         prompt = torch.from_numpy(running.prompt).to(self._device)
         places = ops.rows_of(slots, self._device)
-        logits = self._fill(running, prompt, places, admission.is_last)
+        logits = self._prefiller.fill(running, prompt, places, admission.is_last)
         numbers = range(admission.first, admission.first + len(slots))
         keys = [
             ops.sample_key(request.seed, request.identity, request.sample_offset + number)
@@ -210,47 +213,10 @@ class Engine:
         ]
         self._rows.admit(slots, prompt, request.sampling, keys, list(running.stop_ids))
         for slot, number in zip(slots, numbers, strict=True):
-            self._seats[slot] = Seat(running, number, prompt.shape[0] - self._step, self._watch(running))
+            watch = self._endings.watch(request.sampling)
+            self._seats[slot] = Seat(running, number, prompt.shape[0] - self._step, watch)
         ended = self._rows.sample(logits, places)
         self._retire([slots[place] for place in ended], slots)
-
-    def _fill(
-        self, running: Running, prompt: torch.Tensor, places: torch.Tensor, is_last: bool
-    ) -> torch.Tensor:
-        """Put a prompt's KV into slots; returns the logits of the next token, ``[slots, vocab]``."""
-        shares = self.config.prefix == "expand"
-        if shares:
-            prefix = running.prefix or self._prefill(running, prompt)
-            running.prefix = None if is_last else prefix
-            filled = [(prefix, places)]
-        else:
-            filled = [(self._prefill(running, prompt), place) for place in places.split(1)]
-        for prefix, at in filled:
-            self.cache.expand(prefix.cache, at, prefix.length)
-        if is_last:
-            self._count(
-                prefill_tokens_saved=running.state.num_samples * prompt.shape[0] - running.prefill_tokens
-            )
-        return torch.cat([prefix.logits.expand(at.shape[0], -1) for prefix, at in filled]).clone()
-
-    def _prefill(self, running: Running, prompt: torch.Tensor) -> Prefix:
-        running.prefill_tokens += prompt.shape[0]
-        self._count(prefills=1, prefill_tokens=prompt.shape[0])
-        return self._runner.prefill(prompt)
-
-    def _stop_ids(self, params: SamplingParams) -> dict[int, str | int]:
-        """Every token that ends a sample. A stop string that is a special token never shows in the text."""
-        ids: dict[int, str | int] = {} if params.ignore_eos else {token: token for token in self._eos}
-        ids.update({token: token for token in params.stop_token_ids})
-        special = special_tokens(self.tokenizer) if params.stop else {}
-        ids.update({special[text]: text for text in params.stop if text in special})
-        # A tokenizer may know more tokens than the model's head has rows; those are never drawn.
-        return {token: match for token, match in ids.items() if 0 <= token < self._runner.vocab_size}
-
-    def _watch(self, running: Running) -> StopWatch | None:
-        params = running.request.sampling
-        strings = tuple(text for text in params.stop if text not in running.stop_ids.values())
-        return StopWatch(self.tokenizer, strings, params.min_new_tokens) if strings else None
 
     def _compact(self) -> None:
         """At the tail, move rows together so that the next steps run fewer of them."""

@@ -53,12 +53,6 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: Any | None) -> tuple[int, .
     return tuple(sorted(found))
 
 
-def special_tokens(tokenizer: Any | None) -> dict[str, int]:
-    """The tokenizer's special tokens and their ids; decoding leaves them out of the text."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    return {str(token): int(index) for index, token in added.items() if token.special}
-
-
 def transpose_linear_weights(model: PreTrainedModel) -> int:
     """Store linear weights column by column; values, shapes and names stay. Returns how many.
 

@@ -1,8 +1,38 @@
-"""Stop strings: found in the text as it grows, across token boundaries."""
+"""What ends a sample: token ids, and strings found in the text as it grows, across token boundaries."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+from rollout_pool.types import SamplingParams
+
+
+class Endings:
+    """What ends a sample of one model: its EOS ids, and what the sampling parameters add."""
+
+    def __init__(self, tokenizer: Any | None, eos_token_ids: Iterable[int], vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._eos = tuple(eos_token_ids)
+        self._vocab_size = vocab_size
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._special = {str(token): int(index) for index, token in added.items() if token.special}
+
+    def ids(self, params: SamplingParams) -> dict[int, str | int]:
+        """Every token that ends a sample, and what ``stop_match`` then says.
+
+        A stop string that is a special token never shows in the text, so its id ends the sample.
+        """
+        found: dict[int, str | int] = {} if params.ignore_eos else {token: token for token in self._eos}
+        found.update({token: token for token in params.stop_token_ids})
+        found.update({self._special[text]: text for text in params.stop if text in self._special})
+        # A tokenizer may know more tokens than the model's head has rows; those are never drawn.
+        return {token: match for token, match in found.items() if 0 <= token < self._vocab_size}
+
+    def watch(self, params: SamplingParams) -> StopWatch | None:
+        """What looks for the other stop strings in one sample's text; None without any."""
+        strings = tuple(text for text in params.stop if text not in self._special)
+        return StopWatch(self._tokenizer, strings, params.min_new_tokens) if strings else None
 
 
 class StopWatch:

@@ -223,9 +223,8 @@ def report(workers: list[Worker], arguments: argparse.Namespace) -> dict[str, An
         )
     for worker in workers:
         low, high, middle = min(worker.rates), max(worker.rates), statistics.median(worker.rates)
-        print(
-            f"  {worker.label:28s} {middle:7.1f} tokens/s ({low:.1f} to {high:.1f}; {len(worker.rates)} rounds)"
-        )
+        spread = f"({low:.1f} to {high:.1f}, {len(worker.rates)} rounds)"
+        print(f"  {worker.label:28s} {middle:7.1f} tokens/s {spread}")
     result["rates"] = {worker.label: worker.rates for worker in workers}
     return result
 

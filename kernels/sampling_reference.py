@@ -78,6 +78,7 @@ def _sample(
     logits: torch.Tensor, rows: SamplingRows, vocab: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     greedy = rows.temperature == 0
+    some_greedy = bool(greedy.any())
     temperature = torch.where(greedy, 1.0, rows.temperature).unsqueeze(1)
     original = logits.clone() if rows.adjusted else logits
     scores = logits
@@ -94,10 +95,11 @@ def _sample(
         kept = scores >= _threshold(scores, weights, norm, rows).unsqueeze(1)
         weights = torch.where(kept, weights, 0.0)
         norm = _row_sum(weights)
-    tokens = scores.argmax(dim=1)
     if rows.sampled:
-        drawn = weights.div_(exponential_noise(vocab, rows.keys)).argmax(dim=1)
-        tokens = torch.where(greedy, tokens, drawn)
+        tokens = weights.div_(exponential_noise(vocab, rows.keys)).argmax(dim=1)
+    if some_greedy:
+        best = scores.argmax(dim=1)
+        tokens = torch.where(greedy, best, tokens) if rows.sampled else best
     picked = tokens.unsqueeze(1)
     logprobs = original.gather(1, picked).squeeze(1) - plain_top - plain_norm.log()
     sampling = scores.gather(1, picked).squeeze(1) - top - norm.log()
