@@ -54,8 +54,10 @@ class RunConfig(PoolConfig):
         """A hash of every key that all results depend on.
 
         Left out is what only says how the work is spread (actors, slots, cores): a run may be
-        resumed on a pool of another size.
+        resumed on a pool of another size. Strict decoding fixes the shape of a step by its slots,
+        so there they count.
         """
+        is_strict = self.engine.deterministic == "strict"
         keys = {
             "model": self.model,
             "tokenizer": self.tokenizer,
@@ -64,6 +66,7 @@ class RunConfig(PoolConfig):
             "sampling": self.sampling.model_dump(mode="json"),
             "max_length": self.engine.max_length,
             "deterministic": self.engine.deterministic,
+            "num_slots": self.engine.num_slots if is_strict else None,
         }
         return short_hash(keys)
 

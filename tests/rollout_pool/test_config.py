@@ -121,3 +121,9 @@ def test_a_mistake_on_the_command_line_is_told_apart(
 def test_the_hash_covers_what_results_depend_on(overrides: dict[str, Any], is_same: bool) -> None:
     base = RunConfig.load(None, {"model": "m"}).results_hash()
     assert (RunConfig.load(None, {"model": "m", **overrides}).results_hash() == base) is is_same
+
+
+def test_strict_results_depend_on_the_slots() -> None:
+    strict = {"model": "m", "engine.deterministic": "strict"}
+    few, many = (RunConfig.load(None, {**strict, "engine.num_slots": slots}) for slots in (4, 8))
+    assert few.results_hash() != many.results_hash()
