@@ -276,6 +276,26 @@ def test_a_free_row_that_breaks_reaches_no_live_one(build: Any, small_config: An
         assert group.samples[0].token_ids.tolist() == hf_greedy(model, prompt, 8)
 
 
+@pytest.mark.parametrize(
+    "changes", [{"deterministic": "strict"}, {"compact": False}], ids=["strict", "no-compaction"]
+)
+@pytest.mark.filterwarnings("ignore:deterministic='strict'.*:RuntimeWarning")
+def test_free_rows_write_nowhere_else_however_long_they_are_free(
+    changes: dict[str, Any], llama: Any, hf_greedy: Any
+) -> None:
+    """They compute in every step: a position that went on counting would run into the next row."""
+    engine = Engine(llama, EngineConfig(num_slots=3, max_length=16, **changes))
+    short, long = [5], [6, 7]
+    first = [RolloutRequest(short, SamplingParams(temperature=0, max_new_tokens=2, ignore_eos=True))] * 2
+    last = RolloutRequest(long, SamplingParams(temperature=0, max_new_tokens=14, ignore_eos=True))
+    expected = hf_greedy(llama, long, 14)
+    for _ in range(4):
+        groups = engine.generate([*first, last])
+        assert groups[2].samples[0].token_ids.tolist() == expected
+        (group,) = engine.generate([last])
+        assert group.samples[0].token_ids.tolist() == expected
+
+
 # Capacity and configuration
 
 
