@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttentionLayer
 
 from rollout_pool.errors import UnsupportedModelError
 from rollout_pool.kernels import ops
@@ -139,7 +139,7 @@ class SlotCache(Cache):
                 layers[index] = self._kv[index] = SlotKVLayer(like, num_slots, length, self._clock)
             elif kind == "LinearAttentionLayer":
                 layers[index] = self._states[index] = SlotStateLayer(like, num_slots)
-            elif not isinstance(like, DummyLayer):
+            elif kind != "DummyLayer":  # a layer that keeps no state; not in all supported versions
                 raise UnsupportedModelError(f"its cache has layers of type {kind}, which slots cannot hold")
         super().__init__(layers=layers)
 

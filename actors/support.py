@@ -63,7 +63,7 @@ def trial(runner: ModelRunner) -> Prefix:
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise UnsupportedModelError(f"{name} failed to decode through the slot cache: {reason}") from error
-    tolerance = 1e-4 if runner.model.dtype == torch.float32 else 0.1
+    tolerance = 2e-3 if runner.model.dtype == torch.float32 else 0.1
     if not worst <= tolerance:
         raise UnsupportedModelError(
             f"{name} gives other logits through the slot cache than in a plain forward "

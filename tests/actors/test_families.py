@@ -117,7 +117,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], float]] = {
     "granite": ("GraniteConfig", {}, 1.4),
     "starcoder2": ("Starcoder2Config", {"sliding_window": WINDOW}, 2.0),
     "stablelm": ("StableLmConfig", {}, 1.4),
-    "gptj": ("GPTJConfig", {"n_positions": 256, "rotary_dim": 8}, 1.4),
 }
 
 
