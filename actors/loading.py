@@ -22,15 +22,21 @@ def load_model(name: str, *, dtype: Dtype, device: str | None, trust_remote_code
     """
     wanted: Any = "auto" if dtype == "auto" else TORCH_DTYPES[dtype]
     try:
-        AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        options = {"attn_implementation": "eager"} if has_softcap(config.get_text_config()) else {}
         model: Any = AutoModelForCausalLM.from_pretrained(
-            name, dtype=wanted, trust_remote_code=trust_remote_code, use_safetensors=True
+            name, dtype=wanted, trust_remote_code=trust_remote_code, use_safetensors=True, **options
         )
     except Exception as error:
         raise ConfigError(f"cannot load model {name!r}: {_one_line(error)}") from error
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     ready: PreTrainedModel = model.to(place).eval()
     return ready
+
+
+def has_softcap(config: Any) -> bool:
+    """Whether attention scores are soft-capped; SDPA cannot, and some versions leave it out silently."""
+    return getattr(config, "attn_logit_softcapping", None) is not None
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool, required: bool = False) -> Any | None:

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout_pool.actors.kv_cache import SlotCache
+from rollout_pool.actors.loading import has_softcap
 from rollout_pool.actors.model_runner import ModelRunner, Prefix
 from rollout_pool.errors import CapacityError, UnsupportedModelError
 
@@ -35,6 +36,11 @@ def refuse_by_configuration(model: PreTrainedModel, max_length: int) -> None:
         )
     if getattr(config, "alibi", False):
         raise UnsupportedModelError(f"{name} uses ALiBi, which layout 'ragged' does not serve")
+    if model.config._attn_implementation == "sdpa" and has_softcap(config):
+        raise UnsupportedModelError(
+            f"{name} was loaded with attention 'sdpa', which leaves its soft-cap out; "
+            "load it with attn_implementation='eager'"
+        )
     table = _position_table(model, config)
     if table is not None and max_length > table:
         raise CapacityError(
@@ -63,7 +69,7 @@ def trial(runner: ModelRunner) -> Prefix:
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise UnsupportedModelError(f"{name} failed to decode through the slot cache: {reason}") from error
-    tolerance = 2e-3 if runner.model.dtype == torch.float32 else 0.1
+    tolerance = 1e-4 if runner.model.dtype == torch.float32 else 0.1
     if not worst <= tolerance:
         raise UnsupportedModelError(
             f"{name} gives other logits through the slot cache than in a plain forward "

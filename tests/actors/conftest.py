@@ -31,7 +31,10 @@ def build() -> Callable[..., Any]:
 
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+            # Soft-capped models need eager attention; versions differ in whether that is their default.
+            softcapped = getattr(config, "attn_logit_softcapping", None) is not None
+            options = {"attn_implementation": "eager"} if softcapped else {}
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options).eval()
             enliven(model, gain, head)
         return model
 

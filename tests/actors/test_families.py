@@ -125,6 +125,15 @@ def family_model(family: str, build: Any, small_config: Any) -> Any:
     return build(getattr(transformers, class_name)(**small_config(**changes)), gain=gain)
 
 
+
+def test_soft_capped_attention_through_sdpa_is_refused(small_config: Any) -> None:
+    config = transformers.Gemma2Config(**small_config(head_dim=16))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(UnsupportedModelError, match=r"soft-cap.*attn_implementation='eager'"):
+        Engine(model, EngineConfig(num_slots=2, max_length=64))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_equal_single_row_generate(
     family: str, build: Any, small_config: Any, hf_greedy: Any, poison: Any, prompts_of: Any
