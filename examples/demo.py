@@ -10,6 +10,7 @@ time, which is what a trainer would learn from. Needs ``pip install 'rollout-poo
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import time
@@ -44,7 +45,7 @@ CHATS = (
     "Name three colours.",
     "Why do leaves fall in autumn?",
 )
-NUM_VERIFIED = 10
+NUM_VERIFIED = 6
 
 console = Console(highlight=False)
 
@@ -81,7 +82,7 @@ def main() -> None:
     show_rewards(groups, rewards)
     show_figures(groups, seconds, stats)
     transformers_logging.disable_progress_bar()
-    step = max(1, len(groups) // NUM_VERIFIED)
+    step = math.ceil(len(groups) / NUM_VERIFIED)
     with console.status("rescoring some groups with a plain forward of the model"):
         console.print(verify(groups[::step], config.model).describe())
 

@@ -142,7 +142,9 @@ def _roll_out(
             progress.say(f"rolling out {len(todo)} prompts on {len(actors)} actor(s): {devices}")
             summary = Summary()
             _stream(pool, todo, output, progress, summary)
-            summary.finish(get(pool.stats.remote()))
+            stats = get(pool.stats.remote())
+            summary.finish(stats)
+            progress.update(stats)
             for line in summary.lines():
                 progress.say(line)
         finally:
