@@ -7,8 +7,12 @@ would be launched, with the same specialisations.
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import triton
@@ -62,3 +66,28 @@ def kernels_of(capability: int, call: Callable[[], Any]) -> list[Any]:
     with compiling_for(capability) as compiled:
         call()
     return compiled
+
+
+@dataclass(frozen=True, order=True)
+class Resources:
+    """What a compiled kernel needs: registers per thread, bytes of shared memory per program, bytes spilled
+    per thread (its stack frame, which our kernels use for nothing else), threads per program."""
+
+    registers: int
+    shared: int
+    spilled: int
+    threads: int
+
+
+def resources(kernel: Any) -> Resources:
+    """What the cubin of a compiled kernel says, as read by the ``cuobjdump`` that Triton brings."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    metadata = kernel.metadata
+    return Resources(found["REG"], metadata.shared, found["STACK"] + found["LOCAL"], 32 * metadata.num_warps)

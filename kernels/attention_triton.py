@@ -22,6 +22,9 @@ from rollout_pool.kernels.launching import INTERPRETED, on_device, power_of_two,
 SPLIT = 512
 """Cells per split: part of what a result's bits depend on."""
 LARGEST_HEAD_DIM = 512
+_REGISTERS = {} if torch.version.hip else {"maxnreg": 168}
+"""Three programs of 128 threads per multiprocessor, as many as their shared memory allows: without saying
+so, ptxas spills a little to make room for more."""
 
 
 @triton.jit
@@ -181,11 +184,12 @@ def decode_attention(
     if max(key_dim, value_dim) > LARGEST_HEAD_DIM:
         raise ValueError(f"head dims up to {LARGEST_HEAD_DIM} are supported, not {key_dim} and {value_dim}")
     query = query if query.stride(3) == 1 else query.contiguous()
-    out = query.new_empty(rows, heads, 1, value_dim)
+    out = torch.empty(rows, heads, 1, value_dim, dtype=query.dtype, device=query.device)
     partial, stats = _workspace(out, num_splits)
     cells = (keys.stride(0), keys.stride(1), values.stride(0), values.stride(1))
     group = heads // kv_heads
     block, stages = _blocks(keys, values)
+    threads = {"num_warps": 8} if keys.element_size() == 4 else {"num_warps": 4, **_REGISTERS}
     shapes = {
         "GROUP": group, "VALUE_DIM": value_dim, "VALUE_BLOCK": power_of_two(value_dim, 16), "SPLIT": SPLIT,
         "WINDOW": _window_kind(window), "HAS_SINKS": sinks is not None,
@@ -196,8 +200,7 @@ def decode_attention(
             query.stride(0), query.stride(1), *cells, KEY_DIM=key_dim, HAS_SOFTCAP=softcap is not None,
             GROUP_BLOCK=power_of_two(group, 16), KEY_BLOCK=power_of_two(key_dim, 16),
             BLOCK=block, WIDEN=INTERPRETED and keys.dtype == torch.bfloat16,
-            **shapes, num_warps=8 if keys.element_size() == 4 else 4, num_stages=stages,
-            enable_fp_fusion=True,
+            **shapes, **threads, num_stages=stages, enable_fp_fusion=True,
         )  # fmt: skip
         if num_splits > 1:
             reduce_kernel[(kv_heads, rows)](

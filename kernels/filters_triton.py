@@ -15,7 +15,7 @@ import triton.language as tl
 from rollout_pool.kernels.counter_hash_triton import draw_hash, exponential
 
 DIGIT_BITS = 3
-"""Bits found per pass; a divisor of 30."""
+"""Bits found per pass: 2 or more, and a divisor of 30."""
 _KEY_OF_MINUS_INFINITY = tl.constexpr(-2139095041)
 
 

@@ -107,7 +107,7 @@ def draw_kernel(
     top, scale = _softmax_sum(tops)
     norm = tl.sum(tl.load(place + 1, mask=listed, other=0.0) * scale, axis=0)
     value = tl.load(place + 2, mask=listed, other=float("-inf"))
-    value = value * tl.where(greedy, 1.0, scale)
+    value = tl.where(listed & (greedy == 0), value * scale, value)
     best_ids = tl.load(ids_in + row * blocks + block, mask=listed, other=0)
     token = tl.min(tl.where(value == tl.max(value, axis=0), best_ids, vocab_size - 1), axis=0)
     if ADJUSTED:

@@ -1,8 +1,12 @@
-"""Rows of sampling settings, written as a person would."""
+"""Rows of sampling settings, written as a person would; tests of Triton kernels without a GPU."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,3 +68,67 @@ def sampling_rows() -> Callable[..., Any]:
         )
 
     return make
+
+
+# Triton's kernels run on a GPU, or in its interpreter, which must be chosen before Triton is imported and
+# holds for a whole process. So without a GPU a file test_*_triton.py is one test here: pytest runs it in a
+# process of its own. `TRITON_INTERPRET=1 pytest FILE` runs its tests one by one.
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    runs_here = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+    if not module_path.name.endswith("_triton.py") or runs_here:
+        return None
+    return InterpretedFile.from_parent(parent, path=module_path)
+
+
+class InterpretedFile(pytest.File):
+    def collect(self) -> Iterator[pytest.Item]:
+        yield InterpretedTests.from_parent(self, name="interpreted")
+
+
+class InterpretedTests(pytest.Item):
+    def runtest(self) -> None:
+        pytest.importorskip("triton")
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(self.path)],
+            cwd=self.config.rootpath,
+            env={**os.environ, "TRITON_INTERPRET": "1"},
+            capture_output=True,
+            text=True,
+        )
+        if run.returncode:
+            pytest.fail(f"{run.stdout}\n{run.stderr}", pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where Triton's kernels run: a GPU, or the CPU in the interpreter."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+GUARD = 64
+
+
+@pytest.fixture
+def guarded_outputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every tensor that a kernel gets uninitialised is poisoned, and lies between cells that must stay so."""
+    made: list[torch.Tensor] = []
+    new_empty = torch.empty
+
+    def empty(*shape: Any, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
+        storage = new_empty(torch.Size(shape).numel() + 2 * GUARD, dtype=dtype, device=device)
+        made.append(storage.fill_(float("nan") if dtype.is_floating_point else -(2**30)))
+        return storage[GUARD:-GUARD].view(shape)
+
+    def like(tensor: torch.Tensor) -> torch.Tensor:
+        return empty(*tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch, "empty_like", like)
+    yield
+    monkeypatch.undo()
+    assert made
+    for storage in made:
+        ends = torch.cat((storage[:GUARD], storage[-GUARD:]))
+        assert bool((ends.isnan() if storage.is_floating_point() else ends == -(2**30)).all())
