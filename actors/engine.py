@@ -116,7 +116,8 @@ class Engine:
             self.submit(request, store)
         while len(groups) < len(requests):
             self._advance()
-            for group, on_finish in self._take():
+            delivered, self._delivered = self._delivered, []
+            for group, on_finish in delivered:
                 if on_finish is store:
                     store(group)
                 else:
@@ -150,11 +151,13 @@ class Engine:
     def step(self) -> list[RolloutGroup]:
         """Admit, compact, decode one token per row, retire. Returns the groups that are complete."""
         self._advance()
-        delivered = self._take()
-        for group, on_finish in delivered:
+        complete = []
+        while self._delivered:  # one by one: a callback that raises leaves the others for the next step
+            group, on_finish = self._delivered.pop(0)
+            complete.append(group)
             if on_finish is not None:
                 on_finish(group)
-        return [group for group, _ in delivered]
+        return complete
 
     def abort(self, request_id: str | int) -> int:
         """Cancel every group with this id; each is delivered with what its samples have so far.
@@ -193,10 +196,6 @@ class Engine:
             if self._seats:
                 self._compact()
                 self._decode()
-
-    def _take(self) -> list[_Delivery]:
-        delivered, self._delivered = self._delivered, []
-        return delivered
 
     def _admit(self, admission: Admission) -> None:
         """Prefill a group if it is new, expand its KV into the slots, draw their first tokens."""

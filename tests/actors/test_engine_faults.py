@@ -211,6 +211,23 @@ def test_a_group_submitted_before_a_call_is_delivered_after_it(llama: Any, promp
     assert [g.request_id for g in got] == ["told"]
 
 
+def test_a_callback_that_raises_keeps_the_other_groups(llama: Any) -> None:
+    engine, got = Engine(llama, EngineConfig(num_slots=2, max_length=32)), []
+
+    def refuse(group: Any) -> None:
+        raise LookupError("not wanted")
+
+    engine.submit(RolloutRequest([3, 4], sampling=GREEDY, request_id="a"), refuse)
+    engine.submit(RolloutRequest([5, 6], sampling=GREEDY, request_id="b"), got.append)
+    with pytest.raises(LookupError):
+        while engine.has_work():
+            engine.step()
+    while engine.has_work():
+        engine.step()
+    assert [group.request_id for group in got] == ["b"]
+    assert len(got[0].samples) == 1
+
+
 def test_metadata_comes_back_untouched(engine: Engine) -> None:
     metadata = {"answer": 42, "tags": ["a"]}
     groups = engine.generate(
