@@ -159,6 +159,24 @@ def test_the_model_loads_like_any_other_and_answers(folder: Path) -> None:
 
 
 @pytest.mark.demo_model
+def test_the_tokenizer_splits_digits_and_gives_text_back(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "Hello there, 12 caf\u00e9s\n"
+    assert tokenizer(text)["input_ids"] == [19556, 665, 28, 216, 33, 34, 20879, 17842, 198]
+    for sample in (
+        text,
+        "a918b69043 \u4f60\u597d \U0001f600  x\t don't .",
+        "<|im_start|>user\nhi<|im_end|>\n",
+    ):
+        assert tokenizer.decode(tokenizer(sample)["input_ids"]) == sample
+    ids = tokenizer("<|im_start|>hi<|im_end|>")["input_ids"]
+    assert (ids[0], ids[-1]) == (1, 2)
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "hi"
+
+
+@pytest.mark.demo_model
 @pytest.mark.slow
 def test_the_demo_runs(folder: Path) -> None:
     command = [sys.executable, "-P", str(ROOT / "examples" / "demo.py"), "--problems", "1"]
