@@ -4,8 +4,9 @@
 
 On 16 chat prompts of different lengths in fp32: greedy tokens against single-row ``generate``, for an
 engine and for pools of 1 and 2 actors; sampled rollouts (n=4, temperature 1, half as many new tokens)
-across pool sizes, prompt orders and splits of a group, seeded and strict; log-probabilities against a teacher-forced forward;
-what shared prefill saves; and the memory of an engine over 200 rollouts. Exits 1 when a claim fails.
+across pool sizes, prompt orders and splits of a group, seeded and strict; log-probabilities against a
+teacher-forced forward; what shared prefill saves; and the memory of an engine over 200 rollouts. Exits
+1 when a claim fails.
 """
 
 from __future__ import annotations
