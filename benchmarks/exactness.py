@@ -80,9 +80,7 @@ def fraction(left: list[RolloutGroup], right: list[RolloutGroup], bits: bool = F
     return sum(equal(a, b, bits) for a, b in pairs), len(pairs)
 
 
-def greedy(
-    table: Table, arguments: argparse.Namespace, prompts: list[list[int]], actors: tuple[int, ...]
-) -> None:
+def greedy(table: Table, arguments: argparse.Namespace, prompts: list[list[int]]) -> None:
     """Against single-row ``generate``, token by token."""
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
     expected = []
