@@ -184,6 +184,10 @@ def decode_attention(
     if max(key_dim, value_dim) > LARGEST_HEAD_DIM:
         raise ValueError(f"head dims up to {LARGEST_HEAD_DIM} are supported, not {key_dim} and {value_dim}")
     query = query if query.stride(3) == 1 else query.contiguous()
+    lengths, window = (
+        lengths.contiguous(),
+        window.contiguous() if isinstance(window, torch.Tensor) else window,
+    )
     out = torch.empty(rows, heads, 1, value_dim, dtype=query.dtype, device=query.device)
     partial, stats = _workspace(out, num_splits)
     cells = (keys.stride(0), keys.stride(1), values.stride(0), values.stride(1))

@@ -84,7 +84,9 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 class InterpretedFile(pytest.File):
     def collect(self) -> Iterator[pytest.Item]:
-        yield InterpretedTests.from_parent(self, name="interpreted")
+        tests = InterpretedTests.from_parent(self, name="interpreted")
+        tests.add_marker(pytest.mark.slow)
+        yield tests
 
 
 class InterpretedTests(pytest.Item):
