@@ -38,6 +38,8 @@ from rollout_pool import (
 )
 from rollout_pool.demo_model import default_folder
 
+PARTS = ("greedy", "strict", "seeded", "sharing", "memory")
+
 
 @dataclass
 class Table:
@@ -186,6 +188,7 @@ def main() -> None:
         "--model", default=str(default_folder()), help="by default what fetch-demo-model makes"
     )
     parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--quick", action="store_true", help="4 prompts, 24 tokens, 20 calls")
     arguments = parser.parse_args()
     prompts = encode(arguments.model)
@@ -194,12 +197,17 @@ def main() -> None:
     start = time.time()
     ray.init(include_dashboard=False, log_to_driver=False)
     table = Table()
+    calls = 20 if arguments.quick else 200
+    parts: dict[str, Callable[[], None]] = {
+        "greedy": lambda: greedy(table, arguments, prompts),
+        "strict": lambda: sampled(table, arguments, prompts, "strict"),
+        "seeded": lambda: sampled(table, arguments, prompts, "seeded"),
+        "sharing": lambda: sharing(table, arguments, prompts),
+        "memory": lambda: memory(table, arguments, prompts, calls),
+    }
     print("| claim | seen | holds |\n| --- | --- | --- |")
-    greedy(table, arguments, prompts)
-    sampled(table, arguments, prompts, "strict")
-    sampled(table, arguments, prompts, "seeded")
-    sharing(table, arguments, prompts)
-    memory(table, arguments, prompts, 20 if arguments.quick else 200)
+    for name in arguments.parts:
+        parts[name]()
     print(f"\n{time.time() - start:.0f} s, torch {torch.__version__}, {len(prompts)} prompts")
     if table.failed:
         sys.exit("failed: " + "; ".join(table.failed))
