@@ -15,6 +15,8 @@ CODE := rollout_pool actors kernels benchmarks examples tests
 
 # The repository root must not be on sys.path: `kernels` is also the name of another package.
 export PYTHONSAFEPATH = 1
+# Threads that wait by spinning take the cores from each other as soon as anything else runs.
+export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -16,6 +17,9 @@ _COMMANDS = {"run": run, "verify": verify, "fetch-demo-model": fetch_demo_model}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status. Errors are one line on standard error."""
+    # Before torch is imported, here or in actors that inherit it: threads that wait by spinning take
+    # the cores from each other as soon as anything else runs, and a step gets ten times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     args = _parser().parse_args(argv)
     try:
         return int(_COMMANDS[args.command].run(args))
