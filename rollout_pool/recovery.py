@@ -145,8 +145,15 @@ class Crew:
             num_cpus=asked.num_cpus,
             num_gpus=asked.num_gpus,
             max_concurrency=4 * self._config.engine.num_slots + 64,
-            # Before torch is imported; otherwise Ray sets its own, and a fraction of a core counts as 1.
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}},
+            # Before torch is imported. Otherwise Ray sets its own number, and a fraction of a core counts
+            # as 1; and threads that wait by spinning take the cores from each other on a busy machine.
+            runtime_env={
+                "env_vars": {
+                    "OMP_NUM_THREADS": threads,
+                    "MKL_NUM_THREADS": threads,
+                    "OMP_WAIT_POLICY": "PASSIVE",
+                }
+            },
         )
         return options.remote(self._config, name, threads=asked.threads, device=asked.device)
 
