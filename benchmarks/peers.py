@@ -139,7 +139,7 @@ def generate_batch(model_dir: str, work: dict[str, Any], rows: int) -> Callable[
 
 PEERS = {"ours": ours, "generate": generate, "generate_batch": generate_batch}
 SETTINGS = {
-    "sampled": {"ours": (128,), "generate": (32, 64, 128), "generate_batch": (32, 128)},
+    "sampled": {"ours": (128,), "generate": (32, 64, 128), "generate_batch": (32, 64, 128)},
     "greedy": {"ours": (16,), "generate": (8, 16), "generate_batch": (16,)},
 }
 
@@ -240,6 +240,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--only-rows", type=int, nargs="+", help="of the sizes to try, only these")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--worker", choices=PEERS, help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=int, help=argparse.SUPPRESS)
@@ -250,7 +251,9 @@ def main() -> None:
     workers: list[Worker] = []
     try:
         for name in dict.fromkeys(["ours", *arguments.peers]):
-            workers += [Worker(name, rows, arguments) for rows in SETTINGS[arguments.workload][name]]
+            sizes = SETTINGS[arguments.workload][name]
+            wanted = [rows for rows in sizes if rows in (arguments.only_rows or sizes)]
+            workers += [Worker(name, rows, arguments) for rows in wanted or sizes]
         for number in range(arguments.rounds):
             # The first round tries every setting; the others repeat each peer's best.
             for worker in workers if number == 0 else best_of_each(workers).values():
