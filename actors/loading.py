@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,14 +71,6 @@ def transpose_linear_weights(model: PreTrainedModel) -> int:
                 module.weight.data = module.weight.data.t().contiguous().t()
                 count += 1
     return count
-
-
-def has_weights(name: str) -> bool:
-    """Whether ``name`` is a folder with a model configuration in it."""
-    try:
-        return isinstance(json.loads((Path(name) / "config.json").read_text(encoding="utf-8")), dict)
-    except (OSError, ValueError):
-        return False
 
 
 def _one_line(error: BaseException) -> str:

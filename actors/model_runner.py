@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,19 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from rollout_pool.actors.attention import AttentionSwitch
 from rollout_pool.actors.kv_cache import SlotCache
 from rollout_pool.errors import UnsupportedModelError
+
+
+@contextmanager
+def evaluation(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; every module's mode is restored on the way out."""
+    was_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        for module in was_training:
+            module.training = True
 
 
 @dataclass(frozen=True)
@@ -38,17 +51,9 @@ class ModelRunner:
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self._keeps_logits = "logits_to_keep" in parameters
 
-    @contextmanager
-    def session(self) -> Iterator[None]:
-        """Evaluation mode without gradients; the model's mode is restored on the way out."""
-        modes = [(module, module.training) for module in self.model.modules() if module.training]
-        self.model.eval()
-        try:
-            with torch.inference_mode():
-                yield
-        finally:
-            for module, _ in modes:
-                module.training = True
+    def session(self) -> AbstractContextManager[None]:
+        """Evaluation mode without gradients; see :func:`evaluation`."""
+        return evaluation(self.model)
 
     def prefill(self, token_ids: torch.Tensor) -> Prefix:
         """Compute a prompt alone and unpadded, as ``generate`` would. token_ids: int64 ``[tokens]``."""

@@ -5,13 +5,14 @@ The forward shares nothing with the engine: the model's own attention, no cache,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from rollout_pool.actors.loading import load_model
+from rollout_pool.actors.model_runner import evaluation
 from rollout_pool.errors import ConfigError, VerificationError
 from rollout_pool.types import RolloutGroup, Sample, TokenIds
 
@@ -61,7 +62,7 @@ def verify(groups: Iterable[RolloutGroup], model: Any, *, temperature: float | N
     """
     scorer = _model(model)
     found: list[_Scored] = []
-    with _evaluation(scorer):
+    with evaluation(scorer):
         for group in groups:
             drawn_at = group.sampling.temperature if group.sampling is not None else 1.0
             scale = drawn_at if temperature is None else temperature
@@ -117,22 +118,8 @@ def score(model: Any, prompt: TokenIds, completion: TokenIds, temperature: float
 
 def _model(model: Any) -> torch.nn.Module:
     if isinstance(model, str):
-        from rollout_pool.actors.loading import load_model
-
         return load_model(model, dtype="auto", device=None, trust_remote_code=False)
     inner = getattr(model, "model", model) if type(model).__name__ == "Engine" else model
     if not isinstance(inner, torch.nn.Module):
         raise ConfigError(f"verify needs a causal LM, an Engine or a folder, got {type(model).__name__}")
     return inner
-
-
-@contextmanager
-def _evaluation(model: torch.nn.Module) -> Iterator[None]:
-    was_training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        for module in was_training:
-            module.training = True
