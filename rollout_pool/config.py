@@ -63,6 +63,11 @@ class EngineConfig(StrictModel):
     linear_layout: Literal["auto", "native", "transposed"] = "auto"
     """How linear weights lie in CPU memory; transposed is faster at few rows, and takes no more memory.
     ``auto``: transposed when the engine loaded the model itself, untouched when it was given one."""
+    cuda_graphs: Literal["auto", "off"] = "auto"
+    """``auto``: decode steps are captured once per batch size on a GPU, and replayed. ``off``: never."""
+    readback_every: int | None = Field(default=None, ge=1, le=64)
+    """Steps between two looks at which rows have ended. A look never stops the device, but a row that
+    ended before it still takes part in the steps until then. None: 4 on a GPU, 1 on a CPU."""
 
 
 class PoolConfig(StrictModel):
