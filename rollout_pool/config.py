@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rollout_pool.errors import ConfigError
 
@@ -76,14 +76,22 @@ class PoolConfig(StrictModel):
     model: str = Field(min_length=1)
     tokenizer: str | None = None
     num_actors: int = Field(default=1, ge=1)
-    tensor_parallel_size: Literal[1] = 1
+    """Engines. Under tensor parallelism each is a group of ``tensor_parallel_size`` processes."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that one engine's weights and KV are split over; each is a Ray actor with its own device."""
+    tensor_parallel_backend: Literal["transformers", "deepspeed"] = "transformers"
+    """Who splits the model: its own plan in transformers, or DeepSpeed AutoTP."""
+    tensor_parallel_placement: Literal["strict_pack", "pack"] = "strict_pack"
+    """``strict_pack``: all ranks of a group on one node. ``pack``: over several where one has no room."""
     dtype: Dtype = "auto"
     seed: int = Field(default=0, ge=0, lt=2**63)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     cpus_per_actor: int | None = Field(default=None, ge=1)
-    """Cores, and torch threads, per actor. None: the cluster's cores divided among CPU actors."""
+    """Cores, and torch threads, per actor, or per rank of a tensor-parallel group. None: the cluster's
+    cores divided among CPU actors."""
     gpus_per_actor: float | None = Field(default=None, ge=0)
-    """None: one GPU per actor where the cluster has GPUs, otherwise CPU actors."""
+    """Per actor, or per rank of a tensor-parallel group, and then 0 or 1. None: one where the cluster has
+    GPUs, otherwise CPU actors."""
     start_timeout_s: float = Field(default=600.0, gt=0)
     max_replays: int = Field(default=2, ge=0)
     """How often a group may be replayed after the loss of its actor before it fails."""
@@ -98,6 +106,15 @@ class PoolConfig(StrictModel):
     @classmethod
     def _empty_section(cls, value: Any) -> Any:
         return {} if value is None else value  # `engine:` with all its keys commented out
+
+    @model_validator(mode="after")
+    def _one_device_per_rank(self) -> Self:
+        if self.tensor_parallel_size > 1 and self.gpus_per_actor not in (None, 0, 1):
+            raise ValueError(
+                f"gpus_per_actor: with tensor_parallel_size {self.tensor_parallel_size} it counts per rank, "
+                f"and a rank has one whole GPU (1) or runs on cores (0), got {self.gpus_per_actor:g}"
+            )
+        return self
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:

@@ -54,8 +54,8 @@ class RunConfig(PoolConfig):
         """A hash of every key that all results depend on.
 
         Left out is what only says how the work is spread (actors, slots, cores): a run may be
-        resumed on a pool of another size. Strict decoding fixes the shape of a step by its slots,
-        so there they count.
+        resumed on a pool of another size. Strict decoding fixes the shape of a step by its slots and
+        ranks, so there they count.
         """
         is_strict = self.engine.deterministic == "strict"
         keys = {
@@ -68,6 +68,8 @@ class RunConfig(PoolConfig):
             "deterministic": self.engine.deterministic,
             "num_slots": self.engine.num_slots if is_strict else None,
         }
+        if is_strict and self.tensor_parallel_size > 1:
+            keys["tensor_parallel"] = [self.tensor_parallel_size, self.tensor_parallel_backend]
         return short_hash(keys)
 
 

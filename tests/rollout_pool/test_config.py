@@ -63,6 +63,11 @@ def test_a_path_may_start_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
         ("model: ''\n", "model: String should have at least 1 character"),
         ("model: m\nseed: -1\n", "seed: Input should be greater than or equal to 0"),
         ("model: m\ndtype: int8\n", "dtype: Input should be 'auto', 'float32', 'bfloat16' or 'float16'"),
+        ("model: m\ntensor_parallel_size: 0\n", "tensor_parallel_size: Input should be greater than or equal to 1"),
+        ("model: m\ntensor_parallel_backend: vllm\n", "tensor_parallel_backend: Input should be 'transformers' or 'deepspeed'"),
+        ("model: m\ntensor_parallel_placement: spread\n", "tensor_parallel_placement: Input should be 'strict_pack' or 'pack'"),
+        ("model: m\ntensor_parallel_size: 2\ngpus_per_actor: 0.5\n", "gpus_per_actor: with tensor_parallel_size 2 it counts per rank, and a rank has one whole GPU (1) or runs on cores (0), got 0.5"),
+        ("model: m\ntensor_parallel_size: 2\ngpus_per_actor: 2\n", "got 2"),
         ("", "expected a mapping of keys, got NoneType"),
         ("- model\n", "expected a mapping of keys, got list"),
         ("1: m\n", "keys are strings, got 1"),
@@ -110,6 +115,7 @@ def test_a_mistake_on_the_command_line_is_told_apart(
     ("overrides", "is_same"),
     [
         ({"num_actors": 8, "engine.num_slots": 2, "cpus_per_actor": 1, "start_timeout_s": 5}, True),
+        ({"tensor_parallel_size": 2, "tensor_parallel_placement": "pack"}, True),
         ({"model": "other"}, False),
         ({"seed": 1}, False),
         ({"dtype": "float32"}, False),
@@ -123,7 +129,28 @@ def test_the_hash_covers_what_results_depend_on(overrides: dict[str, Any], is_sa
     assert (RunConfig.load(None, {"model": "m", **overrides}).results_hash() == base) is is_same
 
 
-def test_strict_results_depend_on_the_slots() -> None:
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ({"engine.num_slots": 4}, {"engine.num_slots": 8}, False),
+        ({"tensor_parallel_size": 1}, {"tensor_parallel_size": 2}, False),
+        (
+            {"tensor_parallel_size": 2},
+            {"tensor_parallel_size": 2, "tensor_parallel_backend": "deepspeed"},
+            False,
+        ),
+        ({}, {"tensor_parallel_backend": "deepspeed"}, True),
+    ],
+)
+def test_strict_results_depend_on_the_slots_and_the_ranks(
+    one: dict[str, Any], other: dict[str, Any], is_same: bool
+) -> None:
     strict = {"model": "m", "engine.deterministic": "strict"}
-    few, many = (RunConfig.load(None, {**strict, "engine.num_slots": slots}) for slots in (4, 8))
-    assert few.results_hash() != many.results_hash()
+    a, b = (RunConfig.load(None, {**strict, **keys}) for keys in (one, other))
+    assert (a.results_hash() == b.results_hash()) is is_same
+
+
+@pytest.mark.parametrize("gpus", [None, 0, 1])
+def test_a_rank_has_one_whole_gpu_or_none(gpus: float | None) -> None:
+    assert PoolConfig(model="m", tensor_parallel_size=2, gpus_per_actor=gpus).gpus_per_actor == gpus
+    assert PoolConfig(model="m", gpus_per_actor=2).gpus_per_actor == 2  # without ranks as before
