@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from time import monotonic
 from typing import Any
@@ -12,14 +13,15 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout_pool.actors.kv_cache import SlotCache
-from rollout_pool.actors.prefill import Prefiller
 from rollout_pool.actors.prompts import PromptEncoder
-from rollout_pool.actors.rows import Rows
+from rollout_pool.actors.rows import Generated, Rows
 from rollout_pool.actors.running import OnFinish, Running, Seat
 from rollout_pool.actors.scheduler import Admission, GroupState, Scheduler
+from rollout_pool.actors.seating import Seating
 from rollout_pool.actors.served_model import serve
 from rollout_pool.actors.stopping import Endings
 from rollout_pool.actors.strict import ask_for_strict_products, warn_unless_strict
+from rollout_pool.actors.worker import Draw, Worker
 from rollout_pool.config import Dtype, EngineConfig
 from rollout_pool.errors import RequestError
 from rollout_pool.kernels import ops
@@ -32,6 +34,8 @@ from rollout_pool.types import (
     RolloutRequest,
     SamplingParams,
 )
+
+LOOK_EVERY_ON_GPU = 4
 
 _Delivery = tuple[RolloutGroup, OnFinish | None]
 
@@ -82,22 +86,26 @@ class Engine:
         self.model, self.tokenizer, self.memory_plan = served.model, served.tokenizer, served.memory_plan
         num_slots, length = self.config.num_slots, self.config.max_length
         self._runner = served.runner
-        self._device = self._runner.device
-        if self.is_strict and self._device.type == "cpu":
+        place = self._runner.device
+        if self.is_strict and place.type == "cpu":
             warn_unless_strict()
         self._endings = Endings(self.tokenizer, served.eos_token_ids, self._runner.vocab_size)
         self._encoder = PromptEncoder(self.tokenizer, self._runner.vocab_size, length)
-        self.cache = SlotCache(served.example, num_slots, length)
-        self._prefiller = Prefiller(self._runner, self.cache, shares=self.config.prefix == "expand")
-        self._rows = Rows(num_slots, length, self._runner.vocab_size, self._device)
+        self._worker = Worker(served, self.config)
+        self._rows = Rows(num_slots, length, self._runner.vocab_size, place)
         self._scheduler = Scheduler(num_slots)
+        look_every = self.config.readback_every or (LOOK_EVERY_ON_GPU if place.type == "cuda" else 1)
+        self._seating = Seating(self._rows, self._worker, look_every, self._free, self._store)
         self._running: dict[int, Running] = {}
-        self._seats: dict[int, Seat] = {}
         self._delivered: list[_Delivery] = []
         self._numbers, self._calls = count(), count()
-        self._step = 0
         kv_bytes = sum(tensor.nbytes for tensor in self.cache.tensors())
         self._stats = EngineStats(num_slots=num_slots, kv_bytes=kv_bytes)
+
+    @property
+    def cache(self) -> SlotCache:
+        """The KV of all slots."""
+        return self._worker.cache
 
     # What a caller uses
 
@@ -146,7 +154,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether :meth:`step` has anything to do or to deliver."""
-        return bool(self._scheduler.has_work or self._delivered)
+        return bool(self._running or self._delivered)
 
     def step(self) -> list[RolloutGroup]:
         """Admit, compact, decode one token per row, retire. Returns the groups that are complete."""
@@ -164,12 +172,15 @@ class Engine:
 
         Unfinished samples have ``finish_reason`` "aborted". Returns the number of groups.
         """
-        found = [running for running in self._running.values() if running.request.request_id == request_id]
         with self._runner.session():
+            self._seating.settle()
+            found = [one for one in self._running.values() if one.request.request_id == request_id]
             for running in found:
-                for slot in sorted(running.state.slots):
-                    self._store_sample(slot, aborted=True)
-                self._release(self._scheduler.cancel(running.state))
+                self._seating.retire(self._seating.of(running), aborted=True)
+                self._scheduler.cancel(running.state)
+                if running.is_held:
+                    self._worker.drop(running.state.group_id)
+                self._seating.settle()
                 self._complete(running, cancelled=True)
         return len(found)
 
@@ -181,9 +192,7 @@ class Engine:
             waiting_groups=waiting,
             running_groups=len(self._running) - waiting,
             live_rows=self._scheduler.num_live,
-            prefills=self._prefiller.num_prefills,
-            prefill_tokens=self._prefiller.tokens_computed,
-            prefill_tokens_saved=self._prefiller.tokens_saved,
+            new_tokens=self._seating.num_drawn,
             waiting_samples=self._scheduler.num_waiting_samples,
         )
 
@@ -191,31 +200,63 @@ class Engine:
 
     def _advance(self) -> None:
         with self._runner.session():
-            while (admission := self._scheduler.admit()) is not None:
-                self._admit(admission)
-            if self._seats:
+            self._fill_slots()
+            if self._seating.has_rows_to_decode:
                 self._compact()
                 self._decode()
+                self._seating.deliver()
+            else:
+                self._seating.wait()
+
+    def _fill_slots(self) -> None:
+        """Admit as long as slots are free; those of samples that ended with their first token are again."""
+        while self._admit_all():
+            self._seating.look()
+            self._seating.deliver_ready()
+
+    def _admit_all(self) -> bool:
+        is_any = False
+        while (admission := self._scheduler.admit()) is not None:
+            self._admit(admission)
+            is_any = True
+        return is_any
 
     def _admit(self, admission: Admission) -> None:
         """Prefill a group if it is new, expand its KV into the slots, draw their first tokens."""
         running, slots = self._running[admission.group.group_id], admission.slots
         request = running.request
         running.started = running.started or monotonic()
-        prompt = torch.from_numpy(running.prompt).to(self._device)
-        places = ops.rows_of(slots, self._device)
-        logits = self._prefiller.fill(running, prompt, places, admission.is_last)
         numbers = range(admission.first, admission.first + len(slots))
         keys = [
             ops.sample_key(request.seed, request.identity, request.sample_offset + number)
             for number in numbers
         ]
-        self._rows.admit(slots, prompt, request.sampling, keys, list(running.stop_ids))
-        for slot, number in zip(slots, numbers, strict=True):
-            watch = self._endings.watch(request.sampling)
-            self._seats[slot] = Seat(running, number, prompt.shape[0] - self._step, watch)
-        ended = self._rows.sample(logits, places)
-        self._retire([slots[place] for place in ended], slots)
+        self._rows.admit(slots, running.prompt, request.sampling, keys, list(running.stop_ids))
+        step, params = self._seating.step, request.sampling
+        self._seating.sit(
+            Seat(running, number, slot, step, self._endings.watch(params))
+            for slot, number in zip(slots, numbers, strict=True)
+        )
+        self._prefill(running, slots)
+        if admission.is_last:
+            running.is_held = False
+            self._worker.drop(admission.group.group_id)
+            needed = request.sampling.n * running.prompt.size
+            self._count(prefill_tokens_saved=needed - running.prefill_tokens)
+
+    def _prefill(self, running: Running, slots: Sequence[int]) -> None:
+        """Compute the prompt, once for all its samples unless ``prefix`` is off, and put it into slots."""
+        group, is_shared = running.state.group_id, self.config.prefix == "expand"
+        for part in [slots] if is_shared else [[slot] for slot in slots]:
+            if not (running.is_held and is_shared):
+                self._worker.prefill(group, running.prompt)
+                running.is_held = True
+                running.prefill_tokens += running.prompt.size
+                self._count(prefills=1, prefill_tokens=running.prompt.size)
+            self._worker.seat(group, part, self._draw_for(ops.upload(part, self._rows.device)))
+
+    def _draw_for(self, slots: torch.Tensor | slice) -> Draw:
+        return partial(self._rows.draw, slots=slots)
 
     def _compact(self) -> None:
         """At the tail, move rows together so that the next steps run fewer of them."""
@@ -224,63 +265,33 @@ class Engine:
         moves = self._scheduler.compact()
         if not moves:
             return
-        source, target = (ops.rows_of(side, self._device) for side in zip(*moves, strict=True))
-        self.cache.move(source, target, self._longest() + 1)
+        self._worker.move(self._seating.longest, moves)
         self._rows.move(moves)
-        for before, after in moves:
-            self._seats[after] = self._seats.pop(before)
+        self._seating.move(moves)
         self._count(compactions=1, rows_moved=len(moves))
 
     def _decode(self) -> None:
         """One token for every row; strict decoding always runs all slots, so that shapes are fixed."""
         num_rows = self.config.num_slots if self.is_strict else self._scheduler.num_rows
-        tokens, positions = self._rows.last_token[:num_rows], self._rows.position[:num_rows]
-        logits = self._runner.decode(self.cache, tokens, positions, self._longest())
-        self._rows.advance(num_rows)
-        self._step += 1
-        self._count(decode_steps=1, rows_decoded=len(self._seats), rows_computed=num_rows)
-        self._retire(self._rows.sample(logits, slice(0, num_rows)), list(self._seats))
+        draw = self._draw_for(slice(0, num_rows))
+        self._worker.decode(num_rows, self._seating.longest, draw, self._rows.flags())
+        self._seating.stepped()
+        self._count(decode_steps=1, rows_decoded=self._scheduler.num_live, rows_computed=num_rows)
 
-    def _longest(self) -> int:
-        """The largest position that the next decode step writes."""
-        return self._step + max(seat.offset for seat in self._seats.values())
+    # What becomes of the samples
 
-    def _retire(self, ended: Sequence[int], sampled: Sequence[int]) -> None:
-        """Finish the rows that ended, and those whose text now holds a stop string."""
-        self._count(new_tokens=len(sampled))
-        over = list(dict.fromkeys((*ended, *self._stopped_by_text(sampled))))
-        for slot in over:
-            self._store_sample(slot)
-        groups = {self._scheduler.finish(slot) for slot in over}
-        self._release(over)
-        for group in groups:
-            if group.is_complete:
-                self._complete(self._running[group.group_id])
+    def _free(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._scheduler.finish(slot)
 
-    def _stopped_by_text(self, sampled: Sequence[int]) -> list[int]:
-        """Show each watched row's new token to its stop watch; returns the rows with a match."""
-        watched = {slot: watch for slot in sampled if (watch := self._seats[slot].watch) is not None}
-        if not watched:
-            return []
-        tokens = self._rows.last_token[ops.rows_of(list(watched), self._device)].tolist()
-        return [
-            slot for (slot, watch), token in zip(watched.items(), tokens, strict=True) if watch.push(token)
-        ]
-
-    def _store_sample(self, slot: int, aborted: bool = False) -> None:
-        seat = self._seats[slot]
-        generated = self._rows.read(slot)
-        sample = seat.sample(generated, self.tokenizer, self._stats.weight_version, aborted=aborted)
-        seat.running.samples[seat.number] = sample
-        if sample.finish_reason == "error":
-            self.cache.clear(ops.rows_of([slot], self._device))
+    def _store(self, seat: Seat, generated: Generated, aborted: bool) -> None:
+        """A sample is over and has arrived; so may be its group."""
+        version = self._stats.weight_version
+        running = seat.running
+        running.samples[seat.number] = seat.sample(generated, self.tokenizer, version, aborted=aborted)
         self._count(samples_finished=1)
-
-    def _release(self, slots: Sequence[int]) -> None:
-        if slots:
-            self._rows.release(slots)
-            for slot in slots:
-                del self._seats[slot]
+        if running.is_complete and not aborted:
+            self._complete(running)
 
     def _complete(self, running: Running, cancelled: bool = False) -> None:
         """All samples of a group are over: hand it out."""

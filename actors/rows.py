@@ -1,8 +1,7 @@
-"""The state of every slot but its KV, as tensors: one line per slot, no Python per row and step.
+"""What every slot is drawing, as tensors: one line per slot, no Python per row and step.
 
-Everything that must move with a row in a compaction is here or in the slot cache: position, last
-token, random key, sampling parameters, the tokens seen (for the repetition penalty) and what has been
-generated so far.
+Random key, sampling parameters, the tokens seen (for the repetition penalty) and what has been
+generated so far: all that must move with a row in a compaction, besides what the worker holds.
 """
 
 from __future__ import annotations
@@ -13,8 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from rollout_pool.actors.readback import HostArray
 from rollout_pool.kernels import ops
 from rollout_pool.types import Logprobs, SamplingParams, TokenIds
+
+ENDED, BROKEN = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +27,38 @@ class Generated:
     logprobs: Logprobs
     sampling_logprobs: Logprobs
 
+    @classmethod
+    def unpack(cls, row: HostArray, count: int | None = None) -> Generated:
+        """From a row of :meth:`Rows.results`; ``count`` is how many tokens count, by default all."""
+        size = int(row[0]) if count is None else count
+        tokens, logprobs, sampling = row[1:].reshape(3, -1)[:, :size]
+        return cls(
+            tokens.astype(np.int64),
+            logprobs.copy().view(np.float32),
+            sampling.copy().view(np.float32),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The state of all slots at some step, in host memory."""
+
+    ended: HostArray
+    """``[slots]``: 0, ENDED, or BROKEN when the logits were not finite."""
+    counts: HostArray
+    last_tokens: HostArray
+    drawn: int
+    """Tokens drawn since the start."""
+
+    @classmethod
+    def unpack(cls, table: HostArray) -> Look:
+        """From :meth:`Rows.look`."""
+        ended, counts, last_tokens = table[:-1].reshape(3, -1)
+        return cls(ended, counts, last_tokens, int(table[-1]))
+
 
 class Rows:
-    """Per-slot tensors. A slot that is not live keeps harmless values: position 0, no noise, no end."""
+    """Per-slot tensors. A slot that is not live keeps harmless values: no noise, no end."""
 
     def __init__(self, num_slots: int, max_length: int, vocab_size: int, device: torch.device) -> None:
         def ints(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -37,8 +68,7 @@ class Rows:
             return torch.zeros(num_slots, *shape, device=device)
 
         self.device = device
-        self.live = ints()
-        self.position = ints()  # column of the next write
+        self.live, self.ended = ints(), ints()
         self.last_token = ints()
         self.count = ints()  # new tokens so far
         self.budget, self.min_new, self.top_k = ints(), ints(), ints()
@@ -46,24 +76,26 @@ class Rows:
         self.keys = ints(2, dtype=torch.int32)
         self.stop_ids = ints(1) - 1  # [slots, widest list]; -1 is no id
         self.seen: torch.Tensor | None = None  # bool [slots, vocab], made when first needed
-        self.tokens = ints(max_length)
+        self.tokens = ints(max_length, dtype=torch.int32)
         self.logprobs, self.sampling_logprobs = floats(max_length), floats(max_length)
+        self._drawn = torch.zeros(1, dtype=torch.int64, device=device)
+        self._numbers = torch.arange(num_slots, device=device)
         self._vocab = ops.vocabulary_hash(vocab_size, device)
         self._params: dict[int, SamplingParams] = {}  # of live slots
 
     def admit(
         self,
         slots: Sequence[int],
-        prompt: torch.Tensor,
+        prompt: TokenIds,
         params: SamplingParams,
         keys: Sequence[tuple[int, int]],
         stop_ids: Sequence[int],
     ) -> None:
         """Put samples of one prompt into ``slots``; each has its own random key."""
-        at = ops.rows_of(slots, self.device)
+        at = ops.upload(slots, self.device)
         for column, value in (
             (self.live, 1),
-            (self.position, prompt.shape[0]),
+            (self.ended, 0),
             (self.count, 0),
             (self.budget, params.max_new_tokens),
             (self.min_new, params.min_new_tokens),
@@ -74,7 +106,7 @@ class Rows:
             (self.penalty, params.repetition_penalty),
         ):
             column[at] = value
-        self.keys[at] = torch.tensor(keys, dtype=torch.int32, device=self.device)
+        self.keys[at] = ops.upload(keys, self.device, torch.int32)
         self._set_stop_ids(at, stop_ids)
         self._params.update(dict.fromkeys(slots, params))
         if params.repetition_penalty != 1.0 and self.seen is None:
@@ -83,55 +115,60 @@ class Rows:
         if self.seen is not None:
             self.seen[at] = False
             if params.repetition_penalty != 1.0:
-                self.seen[at.unsqueeze(1), prompt.unsqueeze(0)] = True
+                ids = ops.upload(prompt, self.device)
+                self.seen[at.unsqueeze(1), ids.unsqueeze(0)] = True
 
-    def sample(self, logits: torch.Tensor, slots: torch.Tensor | slice) -> list[int]:
-        """Draw the next token of ``slots`` from ``logits`` (``[rows, vocab]``, overwritten).
+    def draw(self, logits: torch.Tensor, slots: torch.Tensor | slice) -> torch.Tensor:
+        """Draw the next token of ``slots`` from ``logits`` (float32 ``[rows, vocab]``, overwritten).
 
-        Returns the places within ``slots`` of the rows that ended: by a stop id, by their budget, or
-        because their logits are not finite. One read-back from the device.
+        Returns int64 ``[2, rows]``: the tokens, and whether each row goes on. A row ends by a stop id, by
+        its budget, or because its logits are not finite; what it draws after that does not count.
         """
-        count = self.count[slots]
-        stop_ids, live = self.stop_ids[slots], self.live[slots]
+        count, live = self.count[slots], self.live[slots]
+        stop_ids = self.stop_ids[slots]
         blocked = torch.where((count < self.min_new[slots]).unsqueeze(1), stop_ids, -1)
         tokens, logprobs, sampling = ops.sample_tokens(
             logits, self._sampling_rows(slots, count, blocked), self._vocab
         )
-        numbers = torch.arange(self.live.shape[0], device=self.device)[slots]
-        self.tokens[numbers, count] = tokens
+        numbers = self._numbers[slots]
+        self.tokens[numbers, count] = tokens.to(torch.int32)
         self.logprobs[numbers, count] = logprobs
         self.sampling_logprobs[numbers, count] = sampling
         if self.seen is not None:
             self.seen[numbers, tokens] = True
-        self.last_token[slots] = tokens
-        self.count[slots] = count = count + live
-        ended = (
-            (tokens.unsqueeze(1) == stop_ids).any(dim=1) | (count >= self.budget[slots]) | logprobs.isnan()
-        )
-        return ended.logical_and_(live > 0).nonzero().flatten().tolist()
+        count = count + live
+        broken = logprobs.isnan()
+        over = (tokens.unsqueeze(1) == stop_ids).any(dim=1) | (count >= self.budget[slots]) | broken
+        self._drawn += live.sum()
+        self.last_token[slots], self.count[slots] = tokens, count
+        self.ended[slots] += live * (over * ENDED + broken * (BROKEN - ENDED))
+        self.live[slots] = live = live * ~over
+        return torch.stack((tokens, live))
 
-    def advance(self, num_rows: int) -> None:
-        """The first ``num_rows`` rows wrote one more cell."""
-        self.position[:num_rows] += self.live[:num_rows]
+    def look(self) -> torch.Tensor:
+        """How far all slots are, as :class:`Look` unpacks it: int64 ``[3 * slots + 1]``, fresh."""
+        return torch.cat((self.ended, self.count, self.last_token, self._drawn))
 
-    def read(self, slot: int, count: int | None = None) -> Generated:
-        """What ``slot`` has generated, or its first ``count`` tokens."""
-        size = int(self.count[slot]) if count is None else count
+    def results(self, slots: Sequence[int], width: int) -> torch.Tensor:
+        """What ``slots`` have generated, at most ``width`` tokens: int32 ``[slots, 1 + 3 * width]``, fresh.
 
-        def take(column: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.generic]]:
-            values: np.ndarray[tuple[int], np.dtype[np.generic]] = column[slot, :size].cpu().numpy().copy()
-            return values
-
-        return Generated(
-            take(self.tokens).astype(np.int64),
-            take(self.logprobs).astype(np.float32),
-            take(self.sampling_logprobs).astype(np.float32),
+        A row holds the number of tokens, then tokens and the bits of both log-probabilities.
+        """
+        at = ops.upload(slots, self.device)
+        return torch.cat(
+            (
+                self.count[at].unsqueeze(1).to(torch.int32),
+                self.tokens[at, :width],
+                self.logprobs[at, :width].view(torch.int32),
+                self.sampling_logprobs[at, :width].view(torch.int32),
+            ),
+            dim=1,
         )
 
     def release(self, slots: Sequence[int]) -> None:
         """These slots are free: they stop counting, and what they compute is not used."""
-        at = ops.rows_of(slots, self.device)
-        for column in (self.live, self.position, self.count, self.last_token):
+        at = ops.upload(slots, self.device)
+        for column in (self.live, self.ended, self.count, self.last_token):
             column[at] = 0
         self.temperature[at] = 0.0
         self.stop_ids[at] = -1
@@ -140,18 +177,30 @@ class Rows:
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Move rows (source, target); sources are free afterwards."""
-        source = ops.rows_of([pair[0] for pair in moves], self.device)
-        target = ops.rows_of([pair[1] for pair in moves], self.device)
+        source, target = (ops.upload(side, self.device) for side in zip(*moves, strict=True))
         ops.move_rows(self._columns(), source, target)
         params = [self._params[pair[0]] for pair in moves]
         self._params.update(zip((pair[1] for pair in moves), params, strict=True))
         self.release([pair[0] for pair in moves])
 
+    def flags(self) -> tuple[bool, bool, bool]:
+        """What some row needs of a draw: penalties or blocked ids, filters, noise."""
+        params = self._params.values()
+        return (
+            any(p.repetition_penalty != 1.0 or p.min_new_tokens > 0 for p in params),
+            any(p.top_k is not None or p.top_p < 1 or p.min_p > 0 for p in params),
+            any(p.temperature > 0 for p in params),
+        )
+
+    def state(self) -> list[torch.Tensor]:
+        """Every tensor that a draw reads or writes."""
+        return [*self._columns(), self._drawn]
+
     def _columns(self) -> list[torch.Tensor]:
         return [
             value
             for name, value in vars(self).items()
-            if isinstance(value, torch.Tensor) and name != "_vocab"
+            if isinstance(value, torch.Tensor) and not name.startswith("_")
         ]
 
     def _set_stop_ids(self, at: torch.Tensor, stop_ids: Sequence[int]) -> None:
@@ -160,12 +209,12 @@ class Rows:
             self.stop_ids = torch.nn.functional.pad(self.stop_ids, (0, missing), value=-1)
         self.stop_ids[at] = -1
         if stop_ids:
-            self.stop_ids[at, : len(stop_ids)] = torch.tensor(stop_ids, device=self.device)
+            self.stop_ids[at, : len(stop_ids)] = ops.upload(stop_ids, self.device)
 
     def _sampling_rows(
         self, slots: torch.Tensor | slice, count: torch.Tensor, blocked: torch.Tensor
     ) -> ops.SamplingRows:
-        params = self._params.values()
+        adjusted, filtered, sampled = self.flags()
         return ops.SamplingRows(
             temperature=self.temperature[slots],
             top_k=self.top_k[slots],
@@ -175,7 +224,7 @@ class Rows:
             keys=ops.position_keys(self.keys[slots], count),
             blocked=blocked,
             seen=None if self.seen is None else self.seen[slots],
-            adjusted=any(p.repetition_penalty != 1.0 or p.min_new_tokens > 0 for p in params),
-            filtered=any(p.top_k is not None or p.top_p < 1 or p.min_p > 0 for p in params),
-            sampled=any(p.temperature > 0 for p in params),
+            adjusted=adjusted,
+            filtered=filtered,
+            sampled=sampled,
         )

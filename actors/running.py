@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,9 +13,6 @@ from rollout_pool.actors.rows import Generated
 from rollout_pool.actors.scheduler import GroupState
 from rollout_pool.actors.stopping import StopWatch
 from rollout_pool.types import FinishReason, ResolvedRequest, RolloutGroup, Sample, Timing, TokenIds
-
-if TYPE_CHECKING:
-    from rollout_pool.actors.model_runner import Prefix
 
 OnFinish = Callable[[RolloutGroup], None]
 
@@ -33,9 +30,13 @@ class Running:
     submitted: float = field(default_factory=time.monotonic)
     started: float | None = None
     prefill_tokens: int = 0
-    prefix: Prefix | None = None
-    """The prompt's KV, held while samples wait for a slot."""
+    is_held: bool = False
+    """Whether the worker holds the prompt's KV, for samples that wait for a slot."""
     samples: dict[int, Sample] = field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.samples) == self.state.num_samples
 
     def finish(self, cancelled: bool = False) -> RolloutGroup:
         """The finished group, its samples in order."""
@@ -54,16 +55,39 @@ class Running:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Seat:
     """Who sits in a slot: one sample of a group."""
 
     running: Running
     number: int
     """Of the sample within its request, from 0."""
-    offset: int
-    """Prompt length minus the engine's step when it sat down: step + offset is the row's position."""
+    slot: int
+    first_step: int
+    """The engine's step when it sat down, and drew its first token."""
     watch: StopWatch | None
+    is_over: bool = False
+    stopped_at: int | None = None
+    """How many of its tokens count, when its text ended it: the row may have gone on since."""
+
+    @property
+    def last_step(self) -> int:
+        """The step in which its budget is used up, if nothing ends it before."""
+        return self.first_step + self.running.request.sampling.max_new_tokens - 1
+
+    def position(self, step: int) -> int:
+        """The column that it writes next after ``step``, at most."""
+        return self.running.prompt.size + min(step, self.last_step) - self.first_step
+
+    def num_drawn(self, step: int) -> int:
+        """How many tokens it has after ``step``, at most."""
+        return min(step, self.last_step) - self.first_step + 1
+
+    def has_stop_string(self, count: int, last_token: int) -> bool:
+        """Whether its text holds a stop string, now that it has ``count`` tokens, this one the last."""
+        if self.watch is not None and self.watch.num_pushed < count and self.watch.push(int(last_token)):
+            self.stopped_at = int(count)
+        return self.stopped_at is not None
 
     def sample(
         self, generated: Generated, tokenizer: Any | None, weight_version: int, *, aborted: bool = False

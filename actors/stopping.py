@@ -54,6 +54,10 @@ class StopWatch:
         self.text = ""
         self.match: str | None = None
 
+    @property
+    def num_pushed(self) -> int:
+        return len(self._tokens)
+
     def push(self, token: int) -> bool:
         """Add a token; True when a stop string is now in the text. The earliest match counts."""
         self._tokens.append(token)

@@ -16,7 +16,7 @@ import torch
 
 from rollout_pool.kernels import counter_hash, reference, sampling_reference
 from rollout_pool.kernels.counter_hash import sample_key, vocabulary_hash
-from rollout_pool.kernels.reference import rows_of
+from rollout_pool.kernels.reference import upload
 from rollout_pool.kernels.sampling_reference import SamplingRows
 
 P = ParamSpec("P")
@@ -71,10 +71,10 @@ __all__ = [
     "expand_kv",
     "move_rows",
     "position_keys",
-    "rows_of",
     "sample_key",
     "sample_tokens",
     "trim_kv",
+    "upload",
     "uses_triton",
     "vocabulary_hash",
     "write_kv",

@@ -8,6 +8,7 @@ each layer; a function that takes ``caches`` treats all of them alike. A row's t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -152,6 +153,10 @@ def visible_cells(
     return visible.view(-1, 1, 1, length)
 
 
-def rows_of(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Row numbers as an int64 tensor on ``device``."""
-    return torch.tensor(values, dtype=torch.int64, device=device)
+def upload(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Numbers (a sequence, nested or not, or an array) as a tensor on ``device``, without stopping it.
+
+    A copy from memory that is not pinned would make the host wait for the device.
+    """
+    tensor = torch.as_tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,0 +1,87 @@
+"""What runs on the device for one engine: the model, the slot cache, and where every row stands.
+
+A worker does as it is told and decides nothing. All it is told are numbers, so that the workers of a
+tensor-parallel group can be told the same (:mod:`rollout_pool.actors.rank_worker`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+
+from rollout_pool.actors.kv_cache import SlotCache
+from rollout_pool.actors.model_runner import Prefix
+from rollout_pool.actors.served_model import ServedModel
+from rollout_pool.config import EngineConfig
+from rollout_pool.kernels import ops
+from rollout_pool.types import TokenIds
+
+Draw = Callable[[torch.Tensor], torch.Tensor]
+"""From logits float32 ``[rows, vocab]``, which it may overwrite, to int64 ``[2, rows]``: the tokens drawn,
+and 1 where the row goes on, 0 where it ended."""
+
+
+class Worker:
+    """Runs prompts and rows of one model. Call it within ``runner.session()``."""
+
+    def __init__(self, served: ServedModel, config: EngineConfig) -> None:
+        self.runner = served.runner
+        self.cache = SlotCache(served.example, config.num_slots, config.max_length)
+        device = self.runner.device
+        # A slot that is not live keeps harmless values: it writes column 0 of its own row.
+        self.live = torch.zeros(config.num_slots, dtype=torch.int64, device=device)
+        self.position = torch.zeros_like(self.live)  # column of the next write
+        self.last_token = torch.zeros_like(self.live)
+        self._prefixes: dict[int, Prefix] = {}
+
+    def prefill(self, group: int, tokens: Sequence[int] | TokenIds) -> None:
+        """Compute a prompt and hold it under the number ``group``."""
+        self._prefixes[group] = self.runner.prefill(ops.upload(tokens, self.runner.device))
+
+    def seat(self, group: int, slots: Sequence[int], draw: Draw) -> None:
+        """Copy the prompt's KV into ``slots``, and draw their first tokens from its one row of logits."""
+        prefix, at = self._prefixes[group], ops.upload(slots, self.runner.device)
+        self.cache.expand(prefix.cache, at, prefix.length)
+        self.position[at] = prefix.length
+        self._accept(draw(prefix.logits.expand(len(slots), -1).clone()), at)
+
+    def drop(self, group: int) -> None:
+        """The prompt is not needed any more."""
+        del self._prefixes[group]
+
+    def decode(self, num_rows: int, longest: int, draw: Draw, flags: Hashable = None) -> None:
+        """One token for each of the first ``num_rows`` slots; ``longest`` bounds their positions.
+
+        flags: what besides the number of rows decides which work ``draw`` does.
+        """
+        rows = slice(0, num_rows)
+        logits = self.runner.decode(self.cache, self.last_token[rows], self.position[rows], longest)
+        self.position[rows] += self.live[rows]
+        self._accept(draw(logits), rows)
+
+    def move(self, longest: int, moves: Sequence[tuple[int, int]]) -> None:
+        """Move rows (source, target) with all they hold; sources are free afterwards."""
+        device = self.runner.device
+        source, target = (ops.upload(side, device) for side in zip(*moves, strict=True))
+        self.cache.move(source, target, longest + 1)
+        ops.move_rows([self.live, self.position, self.last_token], source, target)
+        self._free(source)
+
+    def free(self, slots: Sequence[int]) -> None:
+        """These slots hold nobody any more."""
+        self._free(ops.upload(slots, self.runner.device))
+
+    def clear(self, slots: Sequence[int]) -> None:
+        """Zero the cache of slots whose numbers broke."""
+        self.cache.clear(ops.upload(slots, self.runner.device))
+
+    def close(self) -> None:
+        """Nothing follows."""
+
+    def _accept(self, drawn: torch.Tensor, slots: torch.Tensor | slice) -> None:
+        self.last_token[slots], self.live[slots] = drawn[0], drawn[1]
+
+    def _free(self, slots: torch.Tensor) -> None:
+        for column in (self.live, self.position, self.last_token):
+            column[slots] = 0
