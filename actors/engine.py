@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 
 from rollout_pool.actors.kv_cache import SlotCache
 from rollout_pool.actors.prompts import PromptEncoder
+from rollout_pool.actors.rank_group import RankGroup
+from rollout_pool.actors.rank_worker import LeadingWorker
 from rollout_pool.actors.rows import Generated, Rows
 from rollout_pool.actors.running import OnFinish, Running, Seat
 from rollout_pool.actors.scheduler import Admission, GroupState, Scheduler
@@ -22,7 +24,7 @@ from rollout_pool.actors.served_model import serve
 from rollout_pool.actors.stopping import Endings
 from rollout_pool.actors.strict import ask_for_strict_products, warn_unless_strict
 from rollout_pool.actors.worker import Draw, Worker
-from rollout_pool.config import Dtype, EngineConfig
+from rollout_pool.config import Dtype, EngineConfig, TensorParallelBackend
 from rollout_pool.errors import RequestError
 from rollout_pool.kernels import ops
 from rollout_pool.requests import call_seed, failed_group, resolve_requests
@@ -53,6 +55,8 @@ class Engine:
             prompts are token ids and ``Sample.text`` is empty.
         dtype, device, trust_remote_code: how to load the model; not for a loaded one.
         seed: the seed of calls and requests that bring none.
+        group, backend: on rank 0 of a tensor-parallel group, whose other ranks call
+            :func:`rollout_pool.actors.rank_worker.follow` with the same model and config.
 
     Raises:
         ConfigError: the model cannot be loaded. UnsupportedModelError: it cannot be served
@@ -69,6 +73,8 @@ class Engine:
         seed: int = 0,
         device: str | None = None,
         trust_remote_code: bool = False,
+        group: RankGroup | None = None,
+        backend: TensorParallelBackend = "transformers",
     ) -> None:
         self.config = config or EngineConfig()
         self.seed = seed
@@ -82,6 +88,8 @@ class Engine:
             dtype=dtype,
             device=device,
             trust_remote_code=trust_remote_code,
+            group=group,
+            backend=backend,
         )
         self.model, self.tokenizer, self.memory_plan = served.model, served.tokenizer, served.memory_plan
         num_slots, length = self.config.num_slots, self.config.max_length
@@ -91,7 +99,9 @@ class Engine:
             warn_unless_strict()
         self._endings = Endings(self.tokenizer, served.eos_token_ids, self._runner.vocab_size)
         self._encoder = PromptEncoder(self.tokenizer, self._runner.vocab_size, length)
-        self._worker = Worker(served, self.config)
+        self._worker = (
+            Worker(served, self.config) if group is None else LeadingWorker(served, self.config, group)
+        )
         self._rows = Rows(num_slots, length, self._runner.vocab_size, place)
         self._scheduler = Scheduler(num_slots)
         look_every = self.config.readback_every or (LOOK_EVERY_ON_GPU if place.type == "cuda" else 1)
@@ -195,6 +205,10 @@ class Engine:
             new_tokens=self._seating.num_drawn,
             waiting_samples=self._scheduler.num_waiting_samples,
         )
+
+    def close(self) -> None:
+        """Let the other ranks of a tensor-parallel group end. The engine takes no more work."""
+        self._worker.close()
 
     # One step, part by part
 

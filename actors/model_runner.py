@@ -41,11 +41,12 @@ class Prefix:
 class ModelRunner:
     """Runs one model. Never trains it, and leaves it as it was: mode, attention, ``use_cache``."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, vocab_size: int | None = None) -> None:
+        """vocab_size: of the logits; by default the rows of the head, which a shard holds only in part."""
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
         self.device: torch.device = next(model.parameters()).device
-        self.vocab_size: int = _vocabulary_size(model)
+        self.vocab_size: int = vocab_size or _vocabulary_size(model)
         self._attention = AttentionSwitch(model)
         parameters = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"

@@ -12,7 +12,8 @@ from rollout_pool.actors.kv_cache import cache_bytes
 from rollout_pool.actors.loading import eos_token_ids, load_model, load_tokenizer, transpose_linear_weights
 from rollout_pool.actors.memory import MemoryPlan, plan_memory
 from rollout_pool.actors.model_runner import ModelRunner
-from rollout_pool.config import Dtype, EngineConfig
+from rollout_pool.actors.rank_group import RankGroup
+from rollout_pool.config import Dtype, EngineConfig, TensorParallelBackend
 from rollout_pool.errors import ConfigError
 
 
@@ -37,21 +38,27 @@ def serve(
     dtype: Dtype,
     device: str | None,
     trust_remote_code: bool,
+    group: RankGroup | None = None,
+    backend: TensorParallelBackend = "transformers",
 ) -> ServedModel:
     """Load a model if need be, refuse it if it cannot be served, and plan its memory.
 
-    Raises ConfigError, UnsupportedModelError or CapacityError, each with the way out.
+    With a ``group``, every rank calls this at the same time and gets its shard. Raises ConfigError,
+    UnsupportedModelError or CapacityError, each with the way out.
     """
     is_loaded_here = isinstance(model, str)
     if isinstance(model, str):
         if isinstance(tokenizer, str):
             tokenizer = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code, required=True)
         tokenizer = tokenizer or load_tokenizer(model, trust_remote_code=trust_remote_code)
-        model = load_model(model, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+        model = _load(model, dtype, device, trust_remote_code, group, backend)
     elif dtype != "auto" or device is not None:
         raise ConfigError("dtype and device are for loading; a model that is loaded already keeps its own")
+    elif group is not None:
+        raise ConfigError("a tensor-parallel engine loads its model itself: pass a folder or a name")
     support.refuse_by_configuration(model, config.max_length)
-    runner = ModelRunner(model)
+    is_whole = group is None
+    runner = ModelRunner(model, None if is_whole else model.config.get_text_config(decoder=True).vocab_size)
     wants_transposed = config.linear_layout == "transposed" or (
         config.linear_layout == "auto" and is_loaded_here
     )
@@ -62,3 +69,18 @@ def serve(
     plan = plan_memory(model, config, *cache_bytes(example), runner.device)
     plan.check()
     return ServedModel(model, tokenizer, runner, example, plan, eos_token_ids(model, tokenizer))
+
+
+def _load(
+    name: str,
+    dtype: Dtype,
+    device: str | None,
+    trust_remote_code: bool,
+    group: RankGroup | None,
+    backend: TensorParallelBackend,
+) -> PreTrainedModel:
+    if group is None:
+        return load_model(name, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    from rollout_pool.actors.sharding import load_shard
+
+    return load_shard(name, group, dtype=dtype, backend=backend, trust_remote_code=trust_remote_code)
