@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from rollout_pool.types import EngineStats, ResolvedRequest, RolloutGroup
 
@@ -72,10 +72,7 @@ class EngineThread:
                 self._step(engine)
         except BaseException:
             logger.critical("the engine of %s failed; its process exits", self._name, exc_info=True)
-            logging.shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
+            end_process()
 
     def _take_commands(self, engine: Engine) -> bool:
         """Carry out all that has arrived; without work, wait for some. False: the thread is to end."""
@@ -95,3 +92,11 @@ class EngineThread:
         finished, self._finished = self._finished, []
         for on_finish, group in finished:  # after the counters, so that who gets a group finds it counted
             on_finish(group)
+
+
+def end_process() -> NoReturn:
+    """End this process from any of its threads, with what was logged written out."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import socket
 import sys
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import rollout_pool
 from rollout_pool.actors.engine_thread import EngineThread
@@ -23,6 +25,24 @@ from rollout_pool.types import EngineStats, ResolvedRequest, RolloutGroup
 
 if TYPE_CHECKING:
     from rollout_pool.actors.engine import Engine
+    from rollout_pool.actors.rank_group import RankGroup
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """One process of an engine, and where it runs."""
+
+    rank: int
+    pid: int
+    host: str
+    device: str
+    """"cpu", or "cuda:" and what ``CUDA_VISIBLE_DEVICES`` holds for this process, if anything."""
+
+    @classmethod
+    def here(cls, rank: int, device: str) -> RankInfo:
+        """Of this process."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if device == "cuda" else ""
+        return cls(rank, os.getpid(), socket.gethostname(), f"{device}:{visible}" if visible else device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +55,16 @@ class ActorInfo:
     threads: int
     """As torch counts them in the engine's thread."""
     memory_plan: str
+    ranks: tuple[RankInfo, ...] = ()
+    """Every process of the engine, in the order of ranks; the first is the actor itself."""
 
 
 class RolloutActor:
     """One engine behind asynchronous calls. ``run`` may be called many times at once.
 
-    Loading starts at once, in the engine's thread, so that :meth:`ping` can answer while it goes
-    on; :meth:`ready` raises what went wrong with it.
+    Loading starts at once, in the engine's thread, so that :meth:`place` can answer while it goes
+    on; :meth:`ready` raises what went wrong with it. Under tensor parallelism this is rank 0, and
+    loading waits for the other ranks, which meet it at :meth:`address`.
     """
 
     def __init__(self, config: PoolConfig, name: str, *, threads: int, device: str) -> None:
@@ -51,22 +74,25 @@ class RolloutActor:
         self._threads = threads
         self._device = device
         self._info: ActorInfo | None = None
+        self._address: Future[str] = Future()
         self._pending: dict[asyncio.Future[RolloutGroup], ResolvedRequest] = {}
         self._is_closed = False
         self._engine = EngineThread(name, self._load)
 
-    async def ping(self) -> None:
+    async def place(self) -> RankInfo:
         """Answered as soon as the process is up, loaded or not."""
+        return RankInfo.here(0, self._device)
+
+    async def address(self) -> str:
+        """Where the other ranks of a tensor-parallel group meet this one."""
+        return await asyncio.shield(asyncio.wrap_future(self._address))
 
     async def ready(self) -> ActorInfo:
         """Wait until the engine is loaded. Raises what made the loading fail, as one line."""
         try:
             await asyncio.shield(asyncio.wrap_future(self._engine.loaded))
-        except RolloutPoolError:
-            raise
-        except Exception as error:  # of another library: it may be many lines, and need not survive a pickle
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ActorStartError(f"{self.name} could not load {self._config.model}: {reason}") from None
+        except Exception as error:
+            raise start_error(self.name, self._config.model, error) from None
         assert self._info is not None
         return self._info
 
@@ -119,31 +145,71 @@ class RolloutActor:
 
     def _load(self) -> Engine:
         """In the engine's thread, whose number of threads torch keeps apart from that of others."""
-        import torch  # here, not above: the process answers before these imports are done
-        from transformers.utils import logging as transformers_logging
+        prepare_thread(self._threads)  # here, not above: the process answers before its imports are done
+        import torch
 
         from rollout_pool.actors.engine import Engine
 
-        transformers_logging.disable_progress_bar()  # Ray would send it to the driver line by line
-        torch.set_num_threads(self._threads)
         config = self._config
+        is_split = config.tensor_parallel_size > 1
+        options: dict[str, Any] = {}
+        if is_split:
+            options = {"group": self._gather(), "backend": config.tensor_parallel_backend}
         engine = Engine(
             config.model,
             config.engine,
             tokenizer=config.tokenizer,
             dtype=config.dtype,
             seed=config.seed,
-            device=self._device,
+            device=None if is_split else self._device,  # the group has found its ranks' devices
             trust_remote_code=config.trust_remote_code,
+            **options,
         )
         threads, plan = torch.get_num_threads(), engine.memory_plan.describe()
-        self._info = ActorInfo(self.name, os.getpid(), self._device, threads, plan)
+        place = RankInfo.here(0, self._device)
+        self._info = ActorInfo(self.name, place.pid, self._device, threads, plan, (place,))
         return engine
+
+    def _gather(self) -> RankGroup:
+        """Wait for the other ranks."""
+        try:
+            from rollout_pool.actors.rank_group import RankGroup, open_store
+
+            store, address = open_store()
+        except BaseException as error:
+            self._address.set_exception(start_error(self.name, self._config.model, error))
+            raise
+        self._address.set_result(address)
+        size, limit = self._config.tensor_parallel_size, self._config.start_timeout_s
+        return RankGroup.join(address, 0, size, self._device, store=store, timeout_s=limit)
 
 
 def _resolve(finished: asyncio.Future[RolloutGroup], group: RolloutGroup) -> None:
     if not finished.done():
         finished.set_result(group)
+
+
+def prepare_thread(threads: int) -> None:
+    """Before a thread loads a model: torch's number of threads in it, and no progress bars.
+
+    Ray would send the bars to the driver line by line.
+    """
+    import torch
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(threads)
+
+
+def start_error(name: str, model: str, error: BaseException) -> RolloutPoolError:
+    """What kept ``name`` from loading: an error of ours as it is, another as one line of text.
+
+    That of another library may be many lines, and need not survive a pickle.
+    """
+    if isinstance(error, RolloutPoolError):
+        return error
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    return ActorStartError(f"{name} could not load {model}: {reason}")
 
 
 def keep_checkout_off_path() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import warnings
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
@@ -20,7 +21,7 @@ from rollout_pool.background import TaskSet
 from rollout_pool.config import PoolConfig
 from rollout_pool.errors import ConfigError, PoolClosedError, RolloutPoolError
 from rollout_pool.ledger import Job, Ledger
-from rollout_pool.preflight import ActorResources, check_paths, plan_actors
+from rollout_pool.preflight import ActorResources, check_paths, check_split, plan_actors, span_warning
 from rollout_pool.recovery import Crew, Member, one_line
 from rollout_pool.requests import call_seed, resolve_requests
 from rollout_pool.routing import WorkQueue, next_actor
@@ -73,9 +74,13 @@ def _start_pool(config: PoolConfig, ray_options: dict[str, Any]) -> Any:
     if not isinstance(config, PoolConfig):
         raise ConfigError(f"config must be a PoolConfig, got {type(config).__name__}")
     config = check_paths(config)
+    check_split(config)
     if not ray.is_initialized():
         ray.init()
-    resources = plan_actors(config, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    resources = plan_actors(config, nodes)
+    if (warning := span_warning(config, resources, nodes)) is not None:
+        warnings.warn(warning, stacklevel=3)
     options = {"num_cpus": 0, "max_concurrency": MAX_CALLS, **ray_options}
     return ray.remote(PoolActor).options(**options).remote(config, resources)
 

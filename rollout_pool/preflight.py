@@ -6,6 +6,7 @@ Pure functions on plain data, called in the driver, so that a mistake costs no s
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,11 +69,35 @@ def _is_local(name: str) -> bool:
     return Path(name).exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
+def check_split(config: PoolConfig) -> None:
+    """Refuse a model that ``tensor_parallel_size`` cannot split, from the config in its folder.
+
+    Raises :class:`UnsupportedModelError` with the numbers. What is not a local folder is checked by
+    the ranks when they load it.
+    """
+    if config.tensor_parallel_size == 1 or not _is_local(config.model):
+        return
+    from transformers import AutoConfig
+
+    from rollout_pool.actors.sharding import refuse_unsplittable
+
+    try:
+        model = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:400]
+        raise ConfigError(f"cannot load model {config.model!r}: {reason}") from error
+    refuse_unsplittable(model, config.tensor_parallel_size, config.tensor_parallel_backend)
+
+
 def plan_actors(config: PoolConfig, nodes: Iterable[Mapping[str, float]]) -> ActorResources:
     """Divide a cluster, given as the total resources of each node, among ``num_actors`` actors.
 
     GPU actors where the cluster has GPUs, otherwise CPU actors that share all cores; an actor
     never spans nodes. With fewer cores than actors each has one thread and a part of a core.
+
+    A tensor-parallel group takes ``tensor_parallel_size`` such actors, its ranks, on one node
+    (``strict_pack``) or on any (``pack``). A rank without a GPU has a whole core: ranks wait for
+    each other in every layer, and on a shared core most of their time goes into waiting.
     Raises :class:`CapacityError` when the actors do not fit, with the count of what is there.
     """
     totals = list(nodes)
@@ -81,45 +106,87 @@ def plan_actors(config: PoolConfig, nodes: Iterable[Mapping[str, float]]) -> Act
         gpus = 1.0 if any(node.get("GPU", 0) >= 1 for node in totals) else 0.0
     if gpus > 1 and gpus != int(gpus):
         raise ConfigError(f"gpus_per_actor: above 1 it must be a whole number, got {gpus}")
+    is_split, num_ranks = config.tensor_parallel_size > 1, config.num_actors * config.tensor_parallel_size
     cpus = config.cpus_per_actor
     if cpus is not None:
         asked = ActorResources(float(cpus), gpus, cpus)
-        _require_room(config.num_actors, asked, totals)
+        _require_room(config, asked, totals)
         return asked
-    _require_room(config.num_actors, ActorResources(0.0, gpus, 1), totals)
-    most = 1 if gpus else max(1, int(sum(node.get("CPU", 0) for node in totals)) // config.num_actors)
+    least = 1.0 if is_split and not gpus else 0.0
+    _require_room(config, ActorResources(least, gpus, 1), totals)
+    most = 1 if gpus else max(1, int(sum(node.get("CPU", 0) for node in totals)) // num_ranks)
     for threads in range(most, 0, -1):
         shared = ActorResources(float(threads), gpus, threads)
-        if _room(shared, totals) >= config.num_actors:
+        if _room(config, shared, totals) >= config.num_actors:
             return shared
-    for actors_per_core in range(2, config.num_actors + 1):
+    for actors_per_core in range(2, num_ranks + 1):
         shared = ActorResources(math.floor(GRANULARITY / actors_per_core) / GRANULARITY, gpus, 1)
-        if _room(shared, totals) >= config.num_actors:
+        if _room(config, shared, totals) >= config.num_actors:
             return shared
     return ActorResources(0.0, gpus, 1)  # a cluster that declares no cores, or hundreds of actors a core
 
 
-def _room(asked: ActorResources, nodes: list[Mapping[str, float]]) -> float:
-    """How many such actors all nodes together can host."""
-    if not asked.amounts:
-        return math.inf
-    return sum(
-        min(math.floor(node.get(name, 0) / amount + 1e-9) for name, amount in asked.amounts.items())
-        for node in nodes
+def span_warning(
+    config: PoolConfig, asked: ActorResources, nodes: Iterable[Mapping[str, float]]
+) -> str | None:
+    """What to warn of when some tensor-parallel group must span nodes, otherwise None."""
+    room = _groups_within_nodes(config.tensor_parallel_size, asked, list(nodes))
+    if room >= config.num_actors:
+        return None
+    return (
+        f"{config.num_actors - room} of {_count(config.num_actors, 'group')} of "
+        f"{config.tensor_parallel_size} ranks will span nodes: each layer exchanges activations at the "
+        "bandwidth and latency of the network, which is far below that within a node; a smaller "
+        "tensor_parallel_size that fits a node is usually faster"
     )
 
 
-def _require_room(num_actors: int, asked: ActorResources, nodes: list[Mapping[str, float]]) -> None:
-    room = _room(asked, nodes)
-    if room >= num_actors:
+def _room(config: PoolConfig, asked: ActorResources, nodes: list[Mapping[str, float]]) -> int:
+    """How many actors, or tensor-parallel groups of them, all nodes together can host."""
+    size = config.tensor_parallel_size
+    if config.tensor_parallel_placement == "strict_pack":
+        return _groups_within_nodes(size, asked, nodes)
+    return sum(_actors_on(node, asked) for node in nodes) // size
+
+
+def _groups_within_nodes(size: int, asked: ActorResources, nodes: list[Mapping[str, float]]) -> int:
+    """How many groups of ``size`` fit without one that spans nodes."""
+    return sum(_actors_on(node, asked) // size for node in nodes)
+
+
+def _actors_on(node: Mapping[str, float], asked: ActorResources) -> int:
+    """How many such actors one node can host."""
+    if not asked.amounts:
+        return sys.maxsize
+    return min(math.floor(node.get(name, 0) / amount + 1e-9) for name, amount in asked.amounts.items())
+
+
+def _require_room(config: PoolConfig, asked: ActorResources, nodes: list[Mapping[str, float]]) -> None:
+    room, size = _room(config, asked, nodes), config.tensor_parallel_size
+    if room >= config.num_actors:
         return
     each = " and ".join(_count(amount, name) for name, amount in asked.amounts.items())
     there = " and ".join(_count(sum(node.get(name, 0) for node in nodes), name) for name in asked.amounts)
     where = f" on {len(nodes)} nodes" if len(nodes) > 1 else ""
-    keys = " or ".join(f"{name.lower()}s_per_actor" for name in asked.amounts)
+    keys = [f"{name.lower()}s_per_actor" for name in asked.amounts]
+    if size == 1:
+        wanted = f"{_count(config.num_actors, 'actor')} with {each} each"
+        way_out = f"lower num_actors or {' or '.join(keys)}"
+    else:
+        num_ranks = config.num_actors * size
+        total = " and ".join(_count(num_ranks * amount, name) for name, amount in asked.amounts.items())
+        wanted = f"{_count(config.num_actors, 'group')} of {size} ranks with {each} each ({total} in all)"
+        way_out = "lower num_actors or tensor_parallel_size"
+        if (config.cpus_per_actor or 1) > 1:
+            way_out += " or cpus_per_actor"
+        if config.tensor_parallel_placement == "strict_pack":
+            where += ", and a group needs one node"
+            apart = config.model_copy(update={"tensor_parallel_placement": "pack"})
+            if _room(apart, asked, nodes) >= config.num_actors:
+                way_out += ", or set tensor_parallel_placement to 'pack'"
     raise CapacityError(
-        f"{_count(num_actors, 'actor')} with {each} each {'was' if num_actors == 1 else 'were'} asked for; "
-        f"the cluster has {there}{where}, room for {room}: lower num_actors or {keys}"
+        f"{wanted} {'was' if config.num_actors == 1 else 'were'} asked for; "
+        f"the cluster has {there}{where}, room for {room}: {way_out}"
     )
 
 

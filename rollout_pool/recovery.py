@@ -2,7 +2,8 @@
 
 A lost actor is killed (it may be half alive), replaced by a new one with the same configuration,
 and its groups go back to the queue: a sample is a pure function of its request, so a replay gives
-what the lost actor would have given.
+what the lost actor would have given. The ranks of a tensor-parallel group count as one actor: the
+loss of any is the loss of all.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from rollout_pool.actors.rollout_actor import ActorInfo, RolloutActor
+from rollout_pool.actors.rollout_actor import ActorInfo
+from rollout_pool.actors.tensor_parallel import RankActors
 from rollout_pool.background import TaskSet
 from rollout_pool.config import PoolConfig
 from rollout_pool.errors import ActorStartError, RolloutPoolError
@@ -35,12 +37,17 @@ STATS_TIMEOUT_S = 5.0
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """One live rollout actor: its Ray handle and what it was given."""
+    """One live rollout actor, or tensor-parallel group of them, and what it was given."""
 
     name: str
-    handle: Any
+    ranks: RankActors
     info: ActorInfo
     load: ActorLoad
+
+    @property
+    def handle(self) -> Any:
+        """The Ray handle that takes calls."""
+        return self.ranks.leader
 
 
 class Crew:
@@ -65,7 +72,7 @@ class Crew:
         self._tasks = tasks
         self._on_room = on_room
         self._on_exhausted = on_exhausted
-        self._starting: dict[str, Any] = {}
+        self._starting: dict[str, RankActors] = {}
         self._num_replacing = 0
 
     async def start(self) -> None:
@@ -88,18 +95,18 @@ class Crew:
         del self.members[member.name]
         self.num_lost += 1
         logger.warning("rollout %s was lost and is replaced: %s", member.name, cause)
-        ray.kill(member.handle)
+        member.ranks.kill()
         self._num_replacing += 1
         stem, _, generation = member.name.partition(".")
         self._tasks.start(self._replace(f"{stem}.{int(generation or 0) + 1}"))
 
     def close(self) -> None:
         """Kill every actor, also those that are starting."""
-        handles = [*self._starting.values(), *(member.handle for member in self.members.values())]
+        everyone = [*self._starting.values(), *(member.ranks for member in self.members.values())]
         self._starting.clear()
         self.members.clear()
-        for handle in handles:
-            ray.kill(handle)
+        for ranks in everyone:
+            ranks.kill()
 
     async def stats(self) -> tuple[EngineStats, ...]:
         """Fresh counters of the actors that answer, in the order of their names."""
@@ -124,50 +131,31 @@ class Crew:
                 self._on_exhausted(error)
 
     async def _bring_up(self, name: str) -> None:
-        handle = self._create(name)
-        self._starting[name] = handle
+        asked = self._resources
+        ranks = RankActors(self._config, name, asked.amounts, threads=asked.threads, device=asked.device)
+        self._starting[name] = ranks
         try:
-            info = await self._wait_until_ready(name, handle)
+            info = await self._wait_until_ready(name, ranks)
         except BaseException:
-            ray.kill(handle)
+            ranks.kill()
             raise
         finally:
             self._starting.pop(name, None)
         load = ActorLoad(name, self._config.engine.num_slots)
-        member = self.members[name] = Member(name, handle, info, load)
+        member = self.members[name] = Member(name, ranks, info, load)
         self._tasks.start(self._watch(member))
         self._on_room()
 
-    def _create(self, name: str) -> Any:
-        asked = self._resources
-        threads = str(asked.threads)
-        options = ray.remote(RolloutActor).options(
-            num_cpus=asked.num_cpus,
-            num_gpus=asked.num_gpus,
-            max_concurrency=4 * self._config.engine.num_slots + 64,
-            # Before torch is imported. Otherwise Ray sets its own number, and a fraction of a core counts
-            # as 1; and threads that wait by spinning take the cores from each other on a busy machine.
-            runtime_env={
-                "env_vars": {
-                    "OMP_NUM_THREADS": threads,
-                    "MKL_NUM_THREADS": threads,
-                    "OMP_WAIT_POLICY": "PASSIVE",
-                }
-            },
-        )
-        return options.remote(self._config, name, threads=asked.threads, device=asked.device)
-
-    async def _wait_until_ready(self, name: str, handle: Any) -> ActorInfo:
-        limit, is_up = self._config.start_timeout_s, False
+    async def _wait_until_ready(self, name: str, ranks: RankActors) -> ActorInfo:
+        limit = self._config.start_timeout_s
         try:
             async with asyncio.timeout(limit):
-                await handle.ping.remote()
-                is_up = True
-                info: ActorInfo = await handle.ready.remote()
-                return info
+                return await ranks.start()
         except TimeoutError:
             reason = f"the model took longer to load than start_timeout_s ({limit:g} s)"
-            raise ActorStartError(f"{name}: {reason if is_up else self._why_not_scheduled()}") from None
+            if ranks.stage != "loading":
+                reason = self._why_not_scheduled()
+            raise ActorStartError(f"{name}: {reason}") from None
         except RayError as error:
             cause = error.cause if isinstance(error, RayTaskError) else error
             if isinstance(cause, RolloutPoolError):
@@ -176,20 +164,26 @@ class Crew:
 
     def _why_not_scheduled(self) -> str:
         total, free = ray.cluster_resources(), ray.available_resources()
+        config = self._config
+        size = config.tensor_parallel_size
         found = [
-            f"{amount:g} {name} of which {free.get(name, 0):g} of {total.get(name, 0):g} are free"
+            f"{amount * size:g} {name} of which {free.get(name, 0):g} of {total.get(name, 0):g} are free"
             for name, amount in self._resources.amounts.items()
         ]
+        where = ""
+        if size > 1:
+            where = f" in {size} equal parts"
+            where += ", all on one node" if config.tensor_parallel_placement == "strict_pack" else ""
         return (
-            f"no process within start_timeout_s ({self._config.start_timeout_s:g} s); it needs "
-            f"{' and '.join(found)}: free some, or lower num_actors or what each actor asks for"
+            f"no process within start_timeout_s ({config.start_timeout_s:g} s); it needs "
+            f"{' and '.join(found)}{where}: free some, or lower num_actors or what each actor asks for"
         )
 
     async def _watch(self, member: Member) -> None:
         while self.members.get(member.name) is member:
             try:
                 async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                    samples_ended = await member.handle.progress.remote()
+                    samples_ended = await member.ranks.progress()
             except TimeoutError:
                 return self.lose(member, f"it gave no answer for {ANSWER_TIMEOUT_S:g} s")
             except RayError as error:

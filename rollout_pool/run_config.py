@@ -58,7 +58,7 @@ class RunConfig(PoolConfig):
         ranks, so there they count.
         """
         is_strict = self.engine.deterministic == "strict"
-        keys = {
+        keys: dict[str, Any] = {
             "model": self.model,
             "tokenizer": self.tokenizer,
             "dtype": self.dtype,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import textwrap
@@ -72,9 +73,11 @@ def test_ready_tells_the_threads_that_torch_uses_in_the_engine(tiny_model_dir: s
 
     async def run() -> None:
         served = actor(tiny_model_dir, threads=3)
-        await served.ping()
+        place = await served.place()
         info = await served.ready()
         assert (info.name, info.threads, info.device) == ("actor-7", 3, "cpu")
+        assert info.ranks == (place,)
+        assert (place.rank, place.pid, place.device) == (0, os.getpid(), "cpu")
         assert "4 slots" in info.memory_plan
         await served.shutdown()
 

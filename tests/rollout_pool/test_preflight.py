@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rollout_pool.config import PoolConfig
 from rollout_pool.errors import CapacityError, ConfigError
-from rollout_pool.preflight import check_paths, plan_actors
+from rollout_pool.preflight import check_paths, plan_actors, span_warning
 
 
 def plan(num_actors: int, *nodes: dict[str, float], **config: object):
@@ -81,6 +81,103 @@ def test_actors_that_cannot_fit_are_refused_by_count(
     with pytest.raises(CapacityError) as caught:
         plan(num_actors, *nodes, **config)
     assert str(caught.value) == message
+
+
+def plan_groups(num_actors: int, size: int, *nodes: dict[str, float], **config: object):
+    return plan(num_actors, *nodes, tensor_parallel_size=size, **config)
+
+
+@pytest.mark.parametrize(
+    ("num_actors", "size", "nodes", "threads"),
+    [
+        (1, 2, [{"CPU": 8}], 4),
+        (2, 2, [{"CPU": 8}], 2),
+        (2, 3, [{"CPU": 8}], 1),
+        (2, 2, [{"CPU": 5}, {"CPU": 9}], 2),  # three each would leave the second group nowhere
+        (3, 2, [{"CPU": 5}, {"CPU": 5}], 1),
+    ],
+)
+def test_ranks_without_gpus_share_the_cores_and_each_has_whole_ones(
+    num_actors: int, size: int, nodes: list, threads: int
+) -> None:
+    asked = plan_groups(num_actors, size, *nodes)
+    assert (asked.num_cpus, asked.num_gpus, asked.threads) == (threads, 0, threads)
+
+
+def test_each_rank_has_one_gpu_and_a_core_or_a_part_of_one() -> None:
+    asked = plan_groups(2, 4, {"CPU": 32, "GPU": 8})
+    assert (asked.num_cpus, asked.num_gpus, asked.device) == (1, 1, "cuda")
+    assert plan_groups(1, 4, {"CPU": 2, "GPU": 4}).num_cpus == 0.5
+    assert plan_groups(1, 2, {"CPU": 2, "GPU": 4}, gpus_per_actor=0).device == "cpu"
+
+
+@given(st.integers(1, 3), st.integers(2, 4), st.lists(st.integers(1, 12), min_size=1, max_size=4))
+def test_planned_groups_always_fit_on_whole_nodes_or_are_refused(
+    num_actors: int, size: int, cores: list[int]
+) -> None:
+    nodes = [{"CPU": float(count)} for count in cores]
+    try:
+        asked = plan_groups(num_actors, size, *nodes)
+    except CapacityError:
+        assert sum(count // size for count in cores) < num_actors
+    else:
+        assert sum(count // asked.threads // size for count in cores) >= num_actors
+
+
+@pytest.mark.parametrize(
+    ("num_actors", "size", "nodes", "config", "message"),
+    [
+        (
+            2,
+            4,
+            [{"CPU": 6}],
+            {},
+            "2 groups of 4 ranks with 1 CPU each (8 CPUs in all) were asked for; the cluster has 6 CPUs, and a "
+            "group needs one node, room for 1: lower num_actors or tensor_parallel_size",
+        ),
+        (
+            1,
+            4,
+            [{"CPU": 16, "GPU": 2}],
+            {},
+            "1 group of 4 ranks with 1 GPU each (4 GPUs in all) was asked for; the cluster has 2 GPUs, and a "
+            "group needs one node, room for 0: lower num_actors or tensor_parallel_size",
+        ),
+        (
+            1,
+            4,
+            [{"CPU": 16, "GPU": 2}, {"CPU": 16, "GPU": 2}],
+            {},
+            "1 group of 4 ranks with 1 GPU each (4 GPUs in all) was asked for; the cluster has 4 GPUs on 2 "
+            "nodes, and a group needs one node, room for 0: lower num_actors or tensor_parallel_size, or set "
+            "tensor_parallel_placement to 'pack'",
+        ),
+        (
+            2,
+            2,
+            [{"CPU": 3}, {"CPU": 4}],
+            {"cpus_per_actor": 2, "tensor_parallel_placement": "pack"},
+            "2 groups of 2 ranks with 2 CPUs each (8 CPUs in all) were asked for; the cluster has 7 CPUs on 2 "
+            "nodes, room for 1: lower num_actors or tensor_parallel_size or cpus_per_actor",
+        ),
+    ],
+)
+def test_more_ranks_than_devices_are_refused_by_count(
+    num_actors: int, size: int, nodes: list, config: dict, message: str
+) -> None:
+    with pytest.raises(CapacityError) as caught:
+        plan_groups(num_actors, size, *nodes, **config)
+    assert str(caught.value) == message
+
+
+def test_groups_may_span_nodes_when_asked_to_with_a_warning_that_says_how_many() -> None:
+    nodes = [{"CPU": 8, "GPU": 3}, {"CPU": 8, "GPU": 5}]
+    config = PoolConfig(model="m", num_actors=2, tensor_parallel_size=4, tensor_parallel_placement="pack")
+    warning = span_warning(config, plan_actors(config, nodes), nodes)
+    assert warning is not None
+    assert warning.startswith("1 of 2 groups of 4 ranks will span nodes: ")
+    config = config.model_copy(update={"num_actors": 1})
+    assert span_warning(config, plan_actors(config, nodes), nodes) is None
 
 
 def test_more_than_one_gpu_per_actor_must_be_whole() -> None:

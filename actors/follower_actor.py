@@ -1,0 +1,83 @@
+"""What runs inside the Ray actor of every rank but the first: a shard that does as rank 0 says.
+
+Nothing here imports Ray: :mod:`rollout_pool.actors.tensor_parallel` makes a Ray actor of this class.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import Future
+
+from rollout_pool.actors.engine_thread import end_process
+from rollout_pool.actors.rollout_actor import RankInfo, keep_checkout_off_path, prepare_thread, start_error
+from rollout_pool.config import PoolConfig
+from rollout_pool.errors import RolloutPoolError
+
+logger = logging.getLogger(__name__)
+
+LAST_WORDS_S = 2.0
+"""A failed rank lives on for so long, so that the next :meth:`FollowerActor.ping` can tell why it failed."""
+
+
+class FollowerActor:
+    """Rank ``rank`` of a tensor-parallel group. Its thread joins, loads its shard and replays rank 0's steps.
+
+    When the thread fails, :meth:`ping` raises why, and soon after the process exits.
+    """
+
+    def __init__(self, config: PoolConfig, name: str, rank: int, *, threads: int, device: str) -> None:
+        keep_checkout_off_path()
+        self._name = f"rank {rank} of {name}"
+        self._config = config
+        self._rank = rank
+        self._threads = threads
+        self._device = device
+        self._address: Future[str] = Future()
+        self._fault: RolloutPoolError | None = None
+        threading.Thread(target=self._main, name="follower", daemon=True).start()
+
+    async def place(self) -> RankInfo:
+        """Answered as soon as the process is up."""
+        return RankInfo.here(self._rank, self._device)
+
+    async def join(self, address: str) -> None:
+        """Where rank 0 waits; does not wait for the meeting, and may be called once."""
+        self._address.set_result(address)
+
+    async def ping(self) -> None:
+        """Raises what ended this rank's thread, as one line."""
+        if self._fault is not None:
+            raise self._fault
+
+    def _main(self) -> None:
+        try:
+            self._follow()
+        except BaseException as error:
+            logger.critical("%s failed; its process exits", self._name, exc_info=True)
+            self._fault = start_error(self._name, self._config.model, error)
+            time.sleep(LAST_WORDS_S)
+            end_process()
+
+    def _follow(self) -> None:
+        prepare_thread(self._threads)  # imports torch while rank 0 does so, too
+        from rollout_pool.actors.engine import follow
+        from rollout_pool.actors.rank_group import RankGroup
+
+        config = self._config
+        group = RankGroup.join(
+            self._address.result(),
+            self._rank,
+            config.tensor_parallel_size,
+            self._device,
+            timeout_s=config.start_timeout_s,
+        )
+        follow(
+            config.model,
+            config.engine,
+            dtype=config.dtype,
+            trust_remote_code=config.trust_remote_code,
+            group=group,
+            backend=config.tensor_parallel_backend,
+        )

@@ -1,0 +1,206 @@
+"""The Ray actors of one engine, which start, answer and end as one.
+
+Without tensor parallelism that is one rollout actor. With it there is one actor per rank, on the
+bundles of one placement group: the first rank is the rollout actor with the engine, the others
+follow it. No rank is of use without the others, so whatever ends one of them ends them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rollout_pool.actors.follower_actor import FollowerActor
+from rollout_pool.actors.rollout_actor import ActorInfo, RolloutActor
+from rollout_pool.config import PoolConfig
+from rollout_pool.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+POLL_INTERVAL_S = 0.1
+"""Between two looks at a placement group that is waited for, or at ranks that load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """One rank's share of a placement group: its number there, and where Ray put it."""
+
+    index: int
+    node: str
+    device: str = ""
+    """Of a GPU, as ``CUDA_VISIBLE_DEVICES`` counts: a number or a UUID."""
+
+
+def rank_order(bundles: Iterable[Bundle]) -> list[Bundle]:
+    """Bundles in the order of ranks: node by node, and on a node by device.
+
+    Ray keeps the order of bundles on no strategy. Ranks that are neighbours should be so in the
+    machine, and local ranks should count devices upwards.
+    """
+    return sorted(bundles, key=lambda bundle: (bundle.node, *_natural(bundle.device), bundle.index))
+
+
+def _natural(device: str) -> tuple[int, str]:
+    return (int(device), "") if device.isdecimal() else (0, device)
+
+
+class RankActors:
+    """The Ray actors of the engine called ``name``; ``amounts`` is what each asks of Ray.
+
+    :meth:`start` has no deadline: its caller has, and looks at ``stage`` when it is over.
+    """
+
+    def __init__(
+        self, config: PoolConfig, name: str, amounts: Mapping[str, float], *, threads: int, device: str
+    ) -> None:
+        self.stage: Literal["placement", "processes", "loading"] = "placement"
+        self._config = config
+        self._name = name
+        self._amounts = dict(amounts)
+        self._threads = threads
+        self._device = device
+        self._size = config.tensor_parallel_size
+        self._placement: PlacementGroup | None = None
+        self._handles: list[Any] = []
+
+    @property
+    def leader(self) -> Any:
+        """The Ray handle of the :class:`RolloutActor`, which is rank 0."""
+        return self._handles[0]
+
+    async def start(self) -> ActorInfo:
+        """Find room, start all processes, and wait until the engine is loaded on all of them.
+
+        Raises what kept one from it, as RayError or as the rank's own error.
+        """
+        strategies: list[Any] = [None]
+        if self._size > 1:
+            strategies = [self._on(bundle.index) for bundle in await self._find_room()]
+        self.stage = "processes"
+        for rank, strategy in enumerate(strategies):
+            self._handles.append(self._create(rank, strategy))
+        places = await asyncio.gather(*(handle.place.remote() for handle in self._handles))
+        self.stage = "loading"
+        info = await self._load()
+        return dataclasses.replace(info, ranks=tuple(places))
+
+    async def progress(self) -> int:
+        """How many samples have ended. Raises RayError when any rank is lost, whichever it is."""
+        followers = (handle.ping.remote() for handle in self._handles[1:])
+        samples_ended, *_ = await asyncio.gather(self.leader.progress.remote(), *followers)
+        return int(samples_ended)
+
+    def kill(self) -> None:
+        """End all processes at once and give their resources back."""
+        for handle in self._handles:
+            ray.kill(handle)
+        if self._placement is not None:
+            remove_placement_group(self._placement)
+
+    async def _find_room(self) -> list[Bundle]:
+        """Reserve a bundle per rank; returns them in the order of ranks."""
+        strategy = self._config.tensor_parallel_placement.upper()
+        self._placement = placement_group([self._amounts] * self._size, strategy=strategy)
+        while (table := placement_group_table(self._placement))["state"] != "CREATED":
+            await asyncio.sleep(POLL_INTERVAL_S)
+        bundles = [Bundle(index, node) for index, node in table["bundles_to_node_id"].items()]
+        if self._device != "cpu":
+            devices = await asyncio.gather(*(self._device_of(bundle.index) for bundle in bundles))
+            bundles = [dataclasses.replace(b, device=d) for b, d in zip(bundles, devices, strict=True)]
+        if len(nodes := {bundle.node for bundle in bundles}) > 1:
+            logger.warning(
+                "the %d ranks of %s span %d nodes: each layer waits for the network between them",
+                self._size,
+                self._name,
+                len(nodes),
+            )
+        return rank_order(bundles)
+
+    async def _device_of(self, index: int) -> str:
+        """Which GPU a bundle holds: only a process on it is told."""
+        look = ray.remote(_first_gpu).options(
+            num_cpus=0, num_gpus=self._amounts["GPU"], max_retries=0, scheduling_strategy=self._on(index)
+        )
+        return str(await look.remote())
+
+    def _on(self, index: int) -> PlacementGroupSchedulingStrategy:
+        assert self._placement is not None
+        return PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=index)
+
+    def _create(self, rank: int, strategy: Any | None) -> Any:
+        threads = str(self._threads)
+        options = {
+            "num_cpus": self._amounts.get("CPU", 0),
+            "num_gpus": self._amounts.get("GPU", 0),
+            "max_concurrency": 4 * self._config.engine.num_slots + 64,
+            "scheduling_strategy": strategy,
+            # Before torch is imported. Otherwise Ray sets its own number, and a fraction of a core counts
+            # as 1; and threads that wait by spinning take the cores from each other on a busy machine.
+            "runtime_env": {
+                "env_vars": {
+                    "OMP_NUM_THREADS": threads,
+                    "MKL_NUM_THREADS": threads,
+                    "OMP_WAIT_POLICY": "PASSIVE",
+                }
+            },
+        }
+        how = {"threads": self._threads, "device": self._device}
+        if rank == 0:
+            return ray.remote(RolloutActor).options(**options).remote(self._config, self._name, **how)
+        return ray.remote(FollowerActor).options(**options).remote(self._config, self._name, rank, **how)
+
+    async def _load(self) -> ActorInfo:
+        """The ranks meet and load in lockstep, and are ready when rank 0 is.
+
+        Meanwhile the others are asked, too, since rank 0 waits for a lost one as for a slow one.
+        """
+        leader, *followers = self._handles
+        ready: asyncio.Future[ActorInfo] = asyncio.ensure_future(leader.ready.remote())
+        try:
+            if followers:
+                address = await leader.address.remote()
+                await asyncio.gather(*(follower.join.remote(address) for follower in followers))
+            faults: list[BaseException] = []
+            while not ready.done() and not faults:
+                await asyncio.wait({ready}, timeout=POLL_INTERVAL_S if followers else None)
+                faults = await _faults(followers)
+            if ready.done() and (fault := ready.exception()) is not None:
+                faults.insert(0, fault)
+            if faults:
+                raise min(faults, key=_distance)
+            return ready.result()
+        finally:
+            ready.cancel()
+
+
+async def _faults(followers: Iterable[Any]) -> list[BaseException]:
+    """What followers that failed or died say of it."""
+    answers = await asyncio.gather(*(handle.ping.remote() for handle in followers), return_exceptions=True)
+    return [answer for answer in answers if isinstance(answer, BaseException)]
+
+
+def _distance(fault: BaseException) -> int:
+    """How far what a rank reports is from its cause: a loss also looks like a fault to those left."""
+    cause = fault.cause if isinstance(fault, RayTaskError) else fault
+    if isinstance(cause, ConfigError):
+        return 0
+    return 1 if isinstance(cause, RayActorError) else 2
+
+
+def _first_gpu() -> str:
+    """Runs on a bundle."""
+    return str(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
