@@ -1,0 +1,268 @@
+"""The ranks of one tensor-parallel group: how they meet, and how the first one speaks to the others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from rollout_pool.actors.rank_messages import Announcer, Listener
+from rollout_pool.errors import ActorStartError, CapacityError
+
+
+class RankLostError(RuntimeError):
+    """Another rank of the group is gone. The group lives and dies as one, so this rank must end too."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs: its number and the number of ranks on its host, and its device."""
+
+    local_rank: int
+    local_size: int
+    device: torch.device
+
+
+def place_rank(
+    rank: int, hosts: Sequence[str], device: str, visible: str | None = None, num_devices: int = 0
+) -> Place:
+    """The place of ``rank``; ``hosts`` names the host of every rank.
+
+    Devices are numbered within what the process sees: ``visible`` is its ``CUDA_VISIBLE_DEVICES`` (None
+    when unset, then it sees ``num_devices``). A process that sees one GPU calls it ``cuda:0``, whichever
+    it is; processes that see all of them take them in the order of their ranks, so "1,3" is ``cuda:0`` and
+    ``cuda:1``. Raises :class:`CapacityError` when there are more ranks than devices.
+    """
+    here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    local_rank, local_size = here.index(rank), len(here)
+    wanted = torch.device(device)
+    if wanted.type == "cpu":
+        return Place(local_rank, local_size, wanted)
+    if visible is not None:
+        num_devices = len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
+    index = wanted.index
+    if index is None:
+        index = 0 if num_devices == 1 else local_rank
+    if index >= num_devices:
+        raise CapacityError(
+            f"rank {rank} needs {wanted.type}:{index}, but its process sees {num_devices} devices for "
+            f"{local_size} ranks on this host; use a smaller tensor_parallel_size or more devices"
+        )
+    return Place(index, local_size, torch.device(wanted.type, index))
+
+
+def open_store(host: str | None = None) -> tuple[dist.TCPStore, str]:
+    """The meeting point of a group, on a free port of this host. For rank 0.
+
+    Returns the store, which must be kept as long as the group, and its address as ``host:port``.
+    ``host`` is the name or address under which the other ranks reach this one; by default the address
+    of the interface that leads out of this host.
+    """
+    store = dist.TCPStore(host or own_address(), 0, is_master=True, wait_for_workers=False)
+    return store, f"{store.host}:{store.port}"
+
+
+def own_address(towards: str = "192.0.2.1") -> str:
+    """The address of the interface that packets to ``towards`` would leave by; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((towards, 9))
+        except OSError:  # no network at all: the ranks are on this host
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+class RankGroup:
+    """One rank's end of a tensor-parallel group of ``size`` ranks; rank 0 leads.
+
+    Messages are lists of integers from rank 0 to all others, over host memory on every kind of device.
+    Tensors go over the data group, which is torch's default group: NCCL on GPUs, else gloo. Every method
+    that meets a lost rank raises :class:`RankLostError`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        line: Announcer | Listener,
+        leave: contextlib.ExitStack,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.is_first = rank == 0
+        self._line = line
+        self._leave = leave
+
+    @classmethod
+    def join(
+        cls,
+        address: str,
+        rank: int,
+        size: int,
+        device: str,
+        *,
+        store: dist.TCPStore | None = None,
+        timeout_s: float,
+    ) -> RankGroup:
+        """Meet the other ranks at ``address``, where rank 0 has opened ``store``; returns when all are there.
+
+        ``timeout_s`` bounds the meeting and, later, every collective on tensors. Sets the variables by
+        which libraries know their rank (``RANK``, ``LOCAL_RANK`` and so on) until :meth:`close`.
+        Raises :class:`ActorStartError` naming the ranks that did not come, and :class:`CapacityError` when
+        this rank has no device.
+        """
+        assert not dist.is_initialized(), "a process is a rank of one group at a time"
+        limit = timedelta(seconds=timeout_s)
+        meeting = store if store is not None else _reach(address, rank, limit)
+        hosts = _meet(meeting, rank, size, limit)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        num_devices = 0 if device == "cpu" else torch.cuda.device_count()
+        place = place_rank(rank, hosts, device, visible, num_devices)
+        is_one_host = len(set(hosts)) == 1
+        host = "127.0.0.1" if is_one_host else address.rpartition(":")[0]
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(_environment(rank, size, place, _interface_towards(host)))
+            options: dict[str, Any] = {"backend": "gloo"}
+            if place.device.type == "cuda":
+                torch.cuda.set_device(place.device)
+                options = {"backend": "nccl", "device_id": place.device}
+            try:
+                line = _connect(meeting, rank, size, host, is_one_host, timeout_s)
+                undo.callback(line.close)
+                dist.init_process_group(store=meeting, rank=rank, world_size=size, timeout=limit, **options)
+                undo.callback(dist.destroy_process_group)
+            except RuntimeError as error:
+                raise ActorStartError(f"rank {rank} of {size} cannot join: {_one_line(error)}") from error
+            return cls(rank, size, place.device, line, undo.pop_all())
+
+    def send(self, numbers: Sequence[int]) -> None:
+        """Send one message to all other ranks. For rank 0; does not wait for them to receive it."""
+        assert isinstance(self._line, Announcer)
+        with self._noticing_loss():
+            self._line.send(numbers)
+
+    def receive(self) -> list[int]:
+        """The next message of rank 0. For the others; waits without a limit."""
+        assert isinstance(self._line, Listener)
+        with self._noticing_loss():
+            return self._line.receive()
+
+    def share(self, tensor: torch.Tensor) -> None:
+        """Give every rank rank 0's values of a contiguous tensor on :attr:`device`, in place."""
+        assert tensor.is_contiguous()
+        with self._noticing_loss():
+            if isinstance(self._line, Announcer):
+                self._line.check()
+            dist.broadcast(tensor, src=0)
+
+    def close(self) -> None:
+        """Leave the group; may be called twice. The others' next wait for this rank then raises."""
+        self._leave.close()
+
+    @contextlib.contextmanager
+    def _noticing_loss(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            message = f"rank {self.rank} of {self.size} lost another rank: {_one_line(error)}"
+            raise RankLostError(message) from error
+
+
+def _connect(
+    store: dist.TCPStore, rank: int, size: int, host: str, is_one_host: bool, timeout_s: float
+) -> Announcer | Listener:
+    """The connection for messages; rank 0 says through the store where and with which token."""
+    if rank == 0:
+        announcer = Announcer(host if is_one_host else "")
+        store.set("rollout_pool/line", f"{announcer.port} {announcer.token}")
+        announcer.accept(size, timeout_s)
+        return announcer
+    port, token = store.get("rollout_pool/line").decode().split()
+    return Listener(host, int(port), token, rank, timeout_s)
+
+
+def _reach(address: str, rank: int, limit: timedelta) -> dist.TCPStore:
+    host, _, port = address.rpartition(":")
+    try:
+        return dist.TCPStore(host, int(port), is_master=False, timeout=limit)
+    except RuntimeError as error:
+        raise ActorStartError(f"rank {rank} cannot reach rank 0 at {address}: {_one_line(error)}") from error
+
+
+def _meet(store: dist.TCPStore, rank: int, size: int, limit: timedelta) -> list[str]:
+    """Wait for all ranks; returns the host of each."""
+    keys = [f"rollout_pool/host/{other}" for other in range(size)]
+    try:
+        store.set(keys[rank], _this_host())
+        store.wait(keys, limit)
+        return [store.get(key).decode() for key in keys]
+    except RuntimeError as error:
+        missing = "rank 0 is gone"
+        with contextlib.suppress(RuntimeError):
+            absent = [str(other) for other, key in enumerate(keys) if not store.check([key])]
+            missing = f"no sign of rank {', '.join(absent)}"
+        seconds = limit.total_seconds()
+        raise ActorStartError(f"rank {rank} of {size} waited {seconds:.0f} s: {missing}") from error
+
+
+def _this_host() -> str:
+    """Ranks share a host when they share its memory; a name alone may be "localhost" on many."""
+    boot = ""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        boot = file.read().strip()
+    return f"{socket.gethostname()}/{boot}"
+
+
+@contextlib.contextmanager
+def _environment(rank: int, size: int, place: Place, interface: str | None) -> Iterator[None]:
+    """The variables that tell libraries of this rank; what was there before comes back.
+
+    DeepSpeed counts the ranks of a host in LOCAL_SIZE. Gloo listens on what the host's name resolves to,
+    which may be nothing or a loopback that others cannot reach, so it is told the interface.
+    """
+    local_size = str(place.local_size)
+    values = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": local_size,
+        "LOCAL_SIZE": local_size,
+    }
+    if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+        values["GLOO_SOCKET_IFNAME"] = interface
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _interface_towards(host: str) -> str | None:
+    """The network interface that leads to ``host``, or None when that cannot be told."""
+    try:
+        own = own_address(socket.gethostbyname(host))
+    except OSError:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.family == socket.AF_INET and entry.address == own for entry in addresses):
+            return name
+    return None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,123 @@
+"""Ranks that meet, hear the first one, and notice when another is gone. Every rank is a real process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollout_pool.actors.rank_group import RankGroup, open_store, place_rank
+from rollout_pool.errors import ActorStartError, CapacityError
+
+RANKS = Path(__file__).with_name("ranks.py")
+LONG = [0, -1, 2**62, *range(1000)]
+
+
+def run_ranks(case: str, size: int, *, environment: dict[str, str] | None = None, **arguments: Any) -> Any:
+    """One result per rank; None for a rank that was killed."""
+    command = [sys.executable, "-P", str(RANKS), case, str(size), json.dumps(arguments)]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=100)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_rank_hears_every_message_in_order(size: int, tmp_path: Path) -> None:
+    results = run_ranks("messages", size, environment={"SECOND_ADDRESS": str(tmp_path / "address")})
+    expected = [LONG[:length] for length in (0, 1, 126, 127, 128, len(LONG))]
+    assert results[0]["received"] == []
+    for rank, result in enumerate(results):
+        if rank:
+            assert result["received"] == expected * 2
+        assert result["shared"] == torch.arange(12.0).reshape(3, 4).tolist()
+        assert result["inference"] == [0.0] * 5
+        assert result["device"] == "cpu"
+        assert result["during"] == {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(size),
+            "LOCAL_SIZE": str(size),
+        }
+        assert result["after"]["LOCAL_RANK"] == "before"
+        assert result["after"]["RANK"] is None
+
+
+@pytest.mark.slow
+def test_an_idle_group_waits_longer_than_a_collective_may_take() -> None:
+    assert run_ranks("idle", 2) == [[], [7]]
+
+
+def test_followers_notice_the_death_of_rank_0() -> None:
+    killed, *followers = run_ranks("first_is_killed", 3)
+    assert killed is None
+    for rank, result in enumerate(followers, start=1):
+        assert f"rank {rank} of 3 lost another rank" in result["error"]
+        assert result["after_s"] < 5
+
+
+@pytest.mark.parametrize(("size", "victim"), [(2, 1), (4, 3)])
+@pytest.mark.parametrize("by", ["send", "share"])
+def test_rank_0_notices_the_death_of_a_follower(size: int, victim: int, by: str) -> None:
+    results = run_ranks("follower_is_killed", size, victim=victim, by=by)
+    assert results[victim] is None
+    for rank, result in enumerate(results):
+        if rank != victim:
+            assert f"rank {rank} of {size} lost another rank" in result["error"]
+    assert results[0]["after_s"] < 5
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    store, address = open_store("127.0.0.1")
+    with pytest.raises(ActorStartError, match="rank 0 of 3 waited 1 s: no sign of rank 1, 2"):
+        RankGroup.join(address, 0, 3, "cpu", store=store, timeout_s=1)
+    assert not torch.distributed.is_initialized()
+    assert "RANK" not in os.environ
+
+
+def test_a_store_that_is_not_there_is_named() -> None:
+    store, address = open_store("127.0.0.1")
+    del store
+    with pytest.raises(ActorStartError, match=f"rank 1 cannot reach rank 0 at {address}"):
+        RankGroup.join(address, 1, 2, "cpu", timeout_s=1)
+
+
+ONE_HOST = ["a", "a", "a", "a"]
+TWO_HOSTS = ["a", "b", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "hosts", "device", "visible", "place"),
+    [
+        # One GPU visible per process, whichever it is: always cuda:0.
+        (0, ONE_HOST, "cuda", "0", (0, 4, "cuda:0")),
+        (3, ONE_HOST, "cuda", "3", (0, 4, "cuda:0")),
+        (1, ["a", "a"], "cuda", "GPU-6bd6", (0, 2, "cuda:0")),
+        # All visible, and not contiguous: in the order of the ranks on this host.
+        (0, ["a", "a"], "cuda", "1,3", (0, 2, "cuda:0")),
+        (1, ["a", "a"], "cuda", "1,3", (1, 2, "cuda:1")),
+        (1, ["a", "a"], "cuda", None, (1, 2, "cuda:1")),
+        (3, TWO_HOSTS, "cuda", "1,3", (1, 2, "cuda:1")),
+        (2, TWO_HOSTS, "cuda", "1,3", (1, 2, "cuda:1")),
+        # A device that is named wins.
+        (1, ["a", "a"], "cuda:0", "1,3", (0, 2, "cuda:0")),
+        (3, TWO_HOSTS, "cpu", "1,3", (1, 2, "cpu")),
+        (2, ["a", "b", "c"], "cpu", None, (0, 1, "cpu")),
+    ],
+)
+def test_place_of_a_rank(rank: int, hosts: list[str], device: str, visible: str | None, place: Any) -> None:
+    found = place_rank(rank, hosts, device, visible, num_devices=2)
+    assert (found.local_rank, found.local_size, str(found.device)) == place
+
+
+@pytest.mark.parametrize(("visible", "count"), [("", 0), ("-1", 0), ("1,3", 2)])
+def test_more_ranks_than_devices_are_refused(visible: str, count: int) -> None:
+    with pytest.raises(CapacityError, match=f"sees {count} devices for 4 ranks"):
+        place_rank(3, ONE_HOST, "cuda", visible, num_devices=8)
