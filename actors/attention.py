@@ -29,13 +29,14 @@ def row_mask(
     kv_length: int,
     q_offset: torch.Tensor,
     mask_function: MaskFunction,
-    kv_offset: int = 0,
+    kv_offset: torch.Tensor | int = 0,
     device: torch.device | str = "cpu",
     **_: Any,
 ) -> torch.Tensor:
     """Bool ``[rows, 1, 1, kv_length]``: which cells the query of each row sees.
 
-    ``q_offset`` is the position of each row's query, ``[rows]``, as the slot cache reports it.
+    ``q_offset`` is the position of each row's query, ``[rows]``, and ``kv_offset`` that of column 0,
+    ``[rows, 1, 1, 1]`` when rows start in columns of their own, as the slot cache reports them.
     ``mask_function`` is the model's own rule for (batch, head, query position, key position): causal,
     sliding window, chunked. It is evaluated on positions, so every rule that Transformers can express
     holds per row, and cells past a row's position, used or not, are never seen.
@@ -44,8 +45,10 @@ def row_mask(
     """
     rows = torch.arange(batch_size, device=device).view(-1, 1, 1, 1)
     head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
-    columns = torch.arange(kv_offset, kv_offset + kv_length, device=device).view(1, 1, 1, -1)
-    visible = mask_function(rows, head, q_offset.view(-1, 1, 1, 1), columns)
+    positions = torch.arange(kv_length, device=device).view(1, 1, 1, -1) + kv_offset
+    visible = mask_function(rows, head, q_offset.view(-1, 1, 1, 1), positions)
+    if isinstance(kv_offset, torch.Tensor):
+        visible = visible & (positions >= 0)
     visible = visible.expand(batch_size, 1, 1, kv_length)
     return spans(visible) if ops.uses_triton(visible) else visible
 

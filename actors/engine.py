@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from rollout_pool.actors.aligned_scheduler import AlignedScheduler
 from rollout_pool.actors.kv_cache import SlotCache
 from rollout_pool.actors.prompts import PromptEncoder
 from rollout_pool.actors.rank_group import RankGroup
@@ -103,7 +104,7 @@ class Engine:
             Worker(served, self.config) if group is None else LeadingWorker(served, self.config, group)
         )
         self._rows = Rows(num_slots, length, self._runner.vocab_size, place)
-        self._scheduler = Scheduler(num_slots)
+        self._scheduler = self._make_scheduler()
         look_every = self.config.readback_every or (LOOK_EVERY_ON_GPU if place.type == "cuda" else 1)
         self._seating = Seating(self._rows, self._worker, look_every, self._free, self._store)
         self._running: dict[int, Running] = {}
@@ -116,6 +117,14 @@ class Engine:
     def cache(self) -> SlotCache:
         """The KV of all slots."""
         return self._worker.cache
+
+    def _make_scheduler(self) -> Scheduler:
+        config = self.config
+        if config.layout == "ragged":
+            return Scheduler(config.num_slots)
+        # Triton reads only the cells that a row sees.
+        skips_dead = self._runner.device.type == "cuda" and not self._runner.needs_mask
+        return AlignedScheduler(config.num_slots, config.max_length, reads_dead_columns=not skips_dead)
 
     # What a caller uses
 
@@ -158,7 +167,7 @@ class Engine:
             self._delivered.append((failed_group(request, str(error)), on_finish))
             return
         params = request.sampling
-        state = GroupState(next(self._numbers), params.n, params.max_new_tokens)
+        state = GroupState(next(self._numbers), params.n, params.max_new_tokens, prompt.size)
         self._running[state.group_id] = Running(request, prompt, self._endings.ids(params), state, on_finish)
         self._scheduler.add(state)
 
@@ -215,7 +224,7 @@ class Engine:
     def _advance(self) -> None:
         with self._runner.session():
             self._fill_slots()
-            if self._seating.has_rows_to_decode:
+            if self._seating.has_rows_to_decode and self._trim():
                 self._compact()
                 self._decode()
                 self._seating.deliver()
@@ -251,15 +260,16 @@ class Engine:
             Seat(running, number, slot, step, self._endings.watch(params))
             for slot, number in zip(slots, numbers, strict=True)
         )
-        self._prefill(running, slots)
+        self._prefill(running, admission)
         if admission.is_last:
             running.is_held = False
             self._worker.drop(admission.group.group_id)
             needed = request.sampling.n * running.prompt.size
             self._count(prefill_tokens_saved=needed - running.prefill_tokens)
 
-    def _prefill(self, running: Running, slots: Sequence[int]) -> None:
+    def _prefill(self, running: Running, admission: Admission) -> None:
         """Compute the prompt, once for all its samples unless ``prefix`` is off, and put it into slots."""
+        slots, column = admission.slots, admission.column
         group, is_shared = running.state.group_id, self.config.prefix == "expand"
         for part in [slots] if is_shared else [[slot] for slot in slots]:
             if not (running.is_held and is_shared):
@@ -267,10 +277,27 @@ class Engine:
                 running.is_held = True
                 running.prefill_tokens += running.prompt.size
                 self._count(prefills=1, prefill_tokens=running.prompt.size)
-            self._worker.seat(group, part, self._draw_for(ops.upload(part, self._rows.device)))
+            self._worker.seat(group, column, part, self._draw_for(ops.upload(part, self._rows.device)))
 
     def _draw_for(self, slots: torch.Tensor | slice) -> Draw:
         return partial(self._rows.draw, slots=slots)
+
+    def _trim(self) -> bool:
+        """Drop dead columns when it pays or must be; False when there is nothing left to decode."""
+        scheduler = self._scheduler
+        used = scheduler.column(0)
+        columns = scheduler.trim()
+        if not columns and scheduler.is_full:  # rows that are over hold the columns: learn which
+            self._seating.settle()
+            if not self._seating.has_rows_to_decode:
+                return False
+            columns = scheduler.trim()
+        if columns:
+            num_rows = scheduler.num_rows
+            self._worker.trim(num_rows, columns, used)
+            moved = num_rows * (used - columns) * self.memory_plan.bytes_per_token
+            self._count(trims=1, trimmed_bytes=moved)
+        return True
 
     def _compact(self) -> None:
         """At the tail, move rows together so that the next steps run fewer of them."""
@@ -279,7 +306,7 @@ class Engine:
         moves = self._scheduler.compact()
         if not moves:
             return
-        self._worker.move(self._seating.longest, moves)
+        self._worker.move(self._scheduler.column(self._seating.longest) + 1, moves)
         self._rows.move(moves)
         self._seating.move(moves)
         self._count(compactions=1, rows_moved=len(moves))
@@ -288,7 +315,9 @@ class Engine:
         """One token for every row; strict decoding always runs all slots, so that shapes are fixed."""
         num_rows = self.config.num_slots if self.is_strict else self._scheduler.num_rows
         draw = self._draw_for(slice(0, num_rows))
-        self._worker.decode(num_rows, self._seating.longest, draw, self._rows.flags())
+        column = self._scheduler.column(self._seating.longest)
+        self._worker.decode(num_rows, column, draw, self._rows.flags())
+        self._scheduler.advance()
         self._seating.stepped()
         self._count(decode_steps=1, rows_decoded=self._scheduler.num_live, rows_computed=num_rows)
 

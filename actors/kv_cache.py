@@ -1,8 +1,9 @@
 """The slot cache: one row of KV (or recurrent state) per slot, each at its own length.
 
 Layout ``ragged``: a row's tokens start in column 0, so a cell's column is its position, and a freed
-slot is used again by setting one number. Layers take their shapes from the tensors of a real prefill,
-never from configuration keys.
+slot is used again by setting one number. Layout ``aligned``: all rows write the same column, and a row
+of n tokens occupies the n columns before it. Layers take their shapes from the tensors of a real
+prefill, never from configuration keys.
 """
 
 from __future__ import annotations
@@ -22,28 +23,41 @@ VIEW_STEP = 64
 
 
 class DecodeStep:
-    """What all layers share during one decode step: which rows run, and where each one writes."""
+    """What all layers share during one decode step: which rows run, where each writes, what each sees."""
 
-    def __init__(self, positions: torch.Tensor, columns: int, length: int) -> None:
-        self.positions = positions  # int64 [rows]
+    def __init__(
+        self, positions: torch.Tensor, write_column: torch.Tensor, columns: int, cache_length: int
+    ) -> None:
+        self.positions = positions  # int64 [rows]; the query's position in its row
         self.rows = positions.shape[0]
+        self.starts = write_column - positions  # int64 [rows]; column of the row's first token
         self.columns = columns
-        self._length = length
+        self._write_column = write_column  # int64 [rows]
+        self._cache_length = cache_length
         self._cells: dict[int, torch.Tensor] = {}
 
     def cells(self, kv_heads: int) -> torch.Tensor:
         """Index of every ``head_dim`` vector written in this step: int64 ``[rows * kv_heads]``."""
         if kv_heads not in self._cells:
-            device = self.positions.device
-            first = torch.arange(self.rows * kv_heads, device=device).view(self.rows, kv_heads) * self._length
-            self._cells[kv_heads] = (first + self.positions.unsqueeze(1)).flatten()
+            vectors = torch.arange(self.rows * kv_heads, device=self.positions.device)
+            first = vectors.view(self.rows, kv_heads) * self._cache_length
+            self._cells[kv_heads] = (first + self._write_column.unsqueeze(1)).flatten()
         return self._cells[kv_heads]
+
+    def token_mask(self) -> torch.Tensor:
+        """Where the rows have tokens, the new one included, as models take it: int64 ``[rows, columns]``."""
+        columns = torch.arange(self.columns, device=self.positions.device)
+        return (columns >= self.starts.unsqueeze(1)).to(torch.int64)
 
 
 class _Stepping:
     """The step that is running; set by the cache, read by its layers."""
 
     step: DecodeStep
+    first_position: torch.Tensor | int = 0
+    """Of column 0 in each row: int64 ``[rows, 1, 1, 1]``, or 0 for all."""
+    query_offset: torch.Tensor | int = 0
+    """Position of each row's query, or one column for all."""
 
 
 class SlotKVLayer(CacheLayerMixin):
@@ -77,9 +91,9 @@ class SlotKVLayer(CacheLayerMixin):
         yield self.keys
         yield self.values
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns that attention reads in this step, from column 0."""
-        return self._clock.step.columns, 0
+    def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
+        """Columns that attention reads in this step, and the position of column 0 in every row."""
+        return self._clock.step.columns, self._clock.first_position
 
     def get_seq_length(self) -> int:
         """Columns that attention reads; rows differ, and positions are always given explicitly."""
@@ -124,8 +138,9 @@ class SlotStateLayer(LinearAttentionLayer):
 class SlotCache(Cache):
     """A Transformers cache of ``num_slots`` rows for decoding one token per row and step."""
 
-    def __init__(self, prefill: Cache, num_slots: int, length: int) -> None:
+    def __init__(self, prefill: Cache, num_slots: int, length: int, is_aligned: bool = False) -> None:
         """prefill: the cache of any finished prefill; only shapes, dtypes and devices are taken."""
+        self.is_aligned = is_aligned
         self._clock = _Stepping()
         self.length = length
         self._kv: dict[int, SlotKVLayer] = {}
@@ -143,19 +158,40 @@ class SlotCache(Cache):
                 raise UnsupportedModelError(f"its cache has layers of type {kind}, which slots cannot hold")
         super().__init__(layers=layers)
 
-    def begin(self, positions: torch.Tensor, longest: int) -> None:
-        """Start a step in which row i writes column ``positions[i]``; ``longest`` bounds them all."""
-        columns = min(self.length, -(-(longest + 1) // VIEW_STEP) * VIEW_STEP)
-        self._clock.step = DecodeStep(positions, columns, self.length)
+    def begin(self, positions: torch.Tensor, column: int, by_mask: bool = False) -> None:
+        """Start a step of rows whose queries stand at ``positions``, int64 ``[rows]``.
+
+        Ragged: every row writes the column of its position, and ``column`` bounds them all. Aligned: all
+        rows write ``column``. ``by_mask``: the model takes a mask of tokens and derives positions from it, as
+        it does for left-padded batches; else :func:`rollout_pool.actors.attention.row_mask` has them.
+        """
+        clock = self._clock
+        if self.is_aligned:
+            front = torch.full_like(positions, column)
+            clock.step = DecodeStep(positions, front, column + 1, self.length)
+            clock.first_position = 0 if by_mask else -clock.step.starts.view(-1, 1, 1, 1)
+        else:
+            columns = min(self.length, -(-(column + 1) // VIEW_STEP) * VIEW_STEP)
+            clock.step = DecodeStep(positions, positions, columns, self.length)
+        clock.query_offset = column if by_mask else positions
         for layer in self._states.values():
             layer.begin(positions.shape[0])
 
-    def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """Position of every row's query ``[rows]``, for :func:`rollout_pool.actors.attention.row_mask`."""
-        return self._clock.step.positions
+    def token_mask(self) -> torch.Tensor:
+        """See :meth:`DecodeStep.token_mask`."""
+        return self._clock.step.token_mask()
 
-    def expand(self, prefix: Cache, slots: torch.Tensor, length: int) -> None:
-        """Copy a prompt of ``length`` tokens into every one of ``slots``.
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        """Position of every row's query ``[rows]``, or the column that all of them write."""
+        return self._clock.query_offset
+
+    def trim(self, num_rows: int, columns: int, length: int) -> None:
+        """Drop the first ``columns`` of ``length`` columns in use; the first rows shift to the left."""
+        kv = [tensor[:num_rows] for layer in self._kv.values() for tensor in layer.tensors()]
+        ops.trim_kv(kv, columns, length)
+
+    def expand(self, prefix: Cache, slots: torch.Tensor, length: int, column: int = 0) -> None:
+        """Copy a prompt of ``length`` tokens into every one of ``slots``, from ``column`` on.
 
         A sliding layer kept only its last cells, which go where they belong; the cells before them are
         outside the window for good. Layers that start in the same column are copied in one call.
@@ -164,15 +200,14 @@ class SlotCache(Cache):
         copies: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for index, layer in self._kv.items():
             source = sources[index]
-            caches, prefixes = copies.setdefault(length - source.keys.shape[2], ([], []))
+            caches, prefixes = copies.setdefault(column + length - source.keys.shape[2], ([], []))
             caches += (layer.keys, layer.values)
             prefixes += (source.keys, source.values)
         for start, (caches, prefixes) in copies.items():
             ops.expand_kv(caches, prefixes, slots, start)
-            for cache in caches if start else ():
-                cache[slots, :, :start] = (
-                    0  # masked for good, so whatever a free row left there must be finite
-                )
+            for cache in caches if start > column else ():
+                # Masked for good, so whatever a free row left there must be finite.
+                cache[slots, :, column:start] = 0
         for index, states in self._states.items():
             states.expand(sources[index], slots)
 

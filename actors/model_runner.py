@@ -51,6 +51,9 @@ class ModelRunner:
         parameters = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self._keeps_logits = "logits_to_keep" in parameters
+        self._takes_positions = "position_ids" in parameters
+        self.needs_mask = not self._takes_positions or bool(getattr(self.config, "alibi", False))
+        """It derives positions (ALiBi, say) from a mask of tokens; only layout ``aligned`` serves that."""
 
     def session(self) -> AbstractContextManager[None]:
         """Evaluation mode without gradients; see :func:`evaluation`."""
@@ -65,29 +68,42 @@ class ModelRunner:
         return Prefix(cache, logits, length)
 
     def decode(
-        self, cache: SlotCache, tokens: torch.Tensor, positions: torch.Tensor, longest: int
+        self, cache: SlotCache, tokens: torch.Tensor, positions: torch.Tensor, column: int
     ) -> torch.Tensor:
         """One step of rows 0 to n-1 of ``cache``: each token at its row's position.
 
-        tokens, positions: int64 ``[rows]``; ``longest`` is at least the largest position. Returns
+        tokens, positions: int64 ``[rows]``; ``column``: as :meth:`SlotCache.begin` takes it. Returns
         float32 logits ``[rows, vocab]`` that the caller may overwrite.
         """
-        cache.begin(positions, longest)
+        cache.begin(positions, column, by_mask=self.needs_mask)
+        if self.needs_mask:
+            return self._forward(tokens.unsqueeze(1), positions.unsqueeze(1), cache, cache.token_mask())
         with self._attention.rows():
             return self._forward(tokens.unsqueeze(1), positions.unsqueeze(1), cache)
 
     def teacher_forced(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Logits of every position in one plain forward without a cache: float32 ``[tokens, vocab]``."""
         positions = torch.arange(token_ids.shape[0], device=self.device).unsqueeze(0)
-        out = self.model(input_ids=token_ids.unsqueeze(0), position_ids=positions, use_cache=False)
+        arguments = {"position_ids": positions} if self._takes_positions else {}
+        out = self.model(input_ids=token_ids.unsqueeze(0), use_cache=False, **arguments)
         logits: torch.Tensor = out.logits[0].float()
         return logits
 
-    def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
+    def _forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        cache: Cache,
+        token_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         arguments: dict[str, Any] = {self._cache_argument: cache, "use_cache": True}
+        if self._takes_positions:
+            arguments["position_ids"] = positions
+        if token_mask is not None:
+            arguments["attention_mask"] = token_mask
         if self._keeps_logits:
             arguments["logits_to_keep"] = 1
-        out = self.model(input_ids=input_ids, position_ids=positions, **arguments)
+        out = self.model(input_ids=input_ids, **arguments)
         logits: torch.Tensor = out.logits[:, -1, :].float()
         return logits
 

@@ -4,7 +4,7 @@ Every operation of a :class:`~rollout_pool.actors.worker.Worker` is a few number
 to the followers, which do the same on their shards of the model and of the cache. Tokens are drawn once,
 by the leader, and broadcast; so no rank ever depends on two ranks computing the same bits.
 
-A decode step is one message (its code, the number of rows, their longest position, and what was moved
+A decode step is one message (its code, the number of rows, the column they write, and what was moved
 and freed since the last step) and one broadcast of ``[2, rows]`` numbers.
 """
 
@@ -22,7 +22,7 @@ from rollout_pool.actors.worker import Draw, Worker
 from rollout_pool.config import Dtype, EngineConfig, TensorParallelBackend
 from rollout_pool.types import TokenIds
 
-STOP, PREFILL, SEAT, DROP, DECODE, MOVE, FREE, CLEAR = range(8)
+STOP, PREFILL, SEAT, DROP, DECODE, MOVE, TRIM, FREE, CLEAR = range(9)
 
 
 class LeadingWorker(Worker):
@@ -38,10 +38,10 @@ class LeadingWorker(Worker):
         self._send()
         super().prefill(group, tokens)
 
-    def seat(self, group: int, slots: Sequence[int], draw: Draw) -> None:
-        self._tell(SEAT, [group, *slots])
+    def seat(self, group: int, column: int, slots: Sequence[int], draw: Draw) -> None:
+        self._tell(SEAT, [group, column, *slots])
         self._send()
-        super().seat(group, slots, self._shared(draw))
+        super().seat(group, column, slots, self._shared(draw))
 
     def drop(self, group: int) -> None:
         self._tell(DROP, [group])
@@ -55,6 +55,10 @@ class LeadingWorker(Worker):
     def move(self, longest: int, moves: Sequence[tuple[int, int]]) -> None:
         self._tell(MOVE, [longest, *chain.from_iterable(moves)])
         super().move(longest, moves)
+
+    def trim(self, num_rows: int, columns: int, length: int) -> None:
+        self._tell(TRIM, [num_rows, columns, length])
+        super().trim(num_rows, columns, length)
 
     def free(self, slots: Sequence[int]) -> None:
         self._tell(FREE, slots)
@@ -130,10 +134,11 @@ def replay(worker: Worker, group: RankGroup) -> None:
 
     operations: dict[int, Callable[[list[int]], None]] = {
         PREFILL: lambda n: worker.prefill(n[0], n[1:]),
-        SEAT: lambda n: worker.seat(n[0], n[1:], receive),
+        SEAT: lambda n: worker.seat(n[0], n[1], n[2:], receive),
         DROP: lambda n: worker.drop(n[0]),
         DECODE: lambda n: worker.decode(n[0], n[1], receive),
         MOVE: lambda n: worker.move(n[0], list(zip(n[1::2], n[2::2], strict=True))),
+        TRIM: lambda n: worker.trim(*n),
         FREE: worker.free,
         CLEAR: worker.clear,
     }

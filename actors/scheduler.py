@@ -9,6 +9,7 @@ before that, so at most one prompt is held at a time.
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from dataclasses import dataclass, field
 
 
@@ -20,6 +21,7 @@ class GroupState:
     num_samples: int
     budget: int
     """Longest expected number of new tokens; longer ones start earlier."""
+    prompt_length: int = 0
     admitted: int = 0
     finished: int = 0
     slots: set[int] = field(default_factory=set)
@@ -36,6 +38,8 @@ class Admission:
     group: GroupState
     first: int
     slots: tuple[int, ...]
+    column: int
+    """Where the prompt begins in these slots."""
     is_last: bool
     """No sample of the group waits after this; its prompt's KV need not be held."""
 
@@ -48,9 +52,14 @@ class Scheduler:
         self.buckets = batch_buckets(num_slots)
         self.owner: dict[int, GroupState] = {}
         self.held: GroupState | None = None
-        self._waiting: list[tuple[int, int, GroupState]] = []
+        self._waiting: list[tuple[int, int, int, GroupState]] = []  # sorted, next one first
         self._free = list(range(num_slots))  # a heap
         self._arrivals = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no row can decode before :meth:`trim` has dropped columns."""
+        return False
 
     @property
     def num_waiting(self) -> int:
@@ -61,7 +70,7 @@ class Scheduler:
     def num_waiting_samples(self) -> int:
         """Samples that have no slot yet, those of the held group included."""
         held = self.held.num_samples - self.held.admitted if self.held else 0
-        return held + sum(group.num_samples for _, _, group in self._waiting)
+        return held + sum(entry[-1].num_samples for entry in self._waiting)
 
     @property
     def num_live(self) -> int:
@@ -79,14 +88,12 @@ class Scheduler:
 
     def add(self, group: GroupState) -> None:
         """Queue a group; longer budgets first, then by arrival."""
-        heapq.heappush(self._waiting, (-group.budget, self._arrivals, group))
+        insort(self._waiting, (*self._rank(group), self._arrivals, group))
         self._arrivals += 1
 
     def admit(self) -> Admission | None:
-        """The next samples to start, or None when no slot is free or nobody waits."""
-        if not self._free:
-            return None
-        group = self.held or (heapq.heappop(self._waiting)[2] if self._waiting else None)
+        """The next samples to start, or None when no slot is free or nobody can start."""
+        group = self._next() if self._free else None
         if group is None:
             return None
         first = group.admitted
@@ -98,7 +105,7 @@ class Scheduler:
         group.admitted += count
         is_last = group.admitted == group.num_samples
         self.held = None if is_last else group
-        return Admission(group, first, slots, is_last)
+        return Admission(group, first, slots, self._place(group, slots), is_last)
 
     def finish(self, slot: int) -> GroupState:
         """A sample ended: its slot is free. Returns its group."""
@@ -110,8 +117,7 @@ class Scheduler:
 
     def cancel(self, group: GroupState) -> list[int]:
         """Drop a group wherever it is; returns the slots that this freed."""
-        self._waiting = [entry for entry in self._waiting if entry[2] is not group]
-        heapq.heapify(self._waiting)
+        self._waiting = [entry for entry in self._waiting if entry[-1] is not group]
         if self.held is group:
             self.held = None
         freed = sorted(group.slots)
@@ -142,6 +148,29 @@ class Scheduler:
             group.slots.add(target)
         self._free = [slot for slot in range(self.num_slots) if slot not in self.owner]
         return moves
+
+    def column(self, longest: int) -> int:
+        """What the next decode step is told: in layout ``ragged`` the largest position that it writes."""
+        return longest
+
+    def advance(self) -> None:
+        """A decode step was started."""
+
+    def trim(self) -> int:
+        """How many columns to drop before the next decode step."""
+        return 0
+
+    def _rank(self, group: GroupState) -> tuple[int, int]:
+        """Groups of a lower rank start earlier."""
+        return (-group.budget, 0)
+
+    def _next(self) -> GroupState | None:
+        """The group that starts next, out of the queue."""
+        return self.held or (self._waiting.pop(0)[-1] if self._waiting else None)
+
+    def _place(self, group: GroupState, slots: tuple[int, ...]) -> int:
+        """The column in which the group's prompt begins."""
+        return 0
 
     def _bucket(self, rows: int) -> int:
         return next((bucket for bucket in self.buckets if bucket >= rows), self.num_slots)

@@ -56,7 +56,8 @@ def serve(
         raise ConfigError("dtype and device are for loading; a model that is loaded already keeps its own")
     elif group is not None:
         raise ConfigError("a tensor-parallel engine loads its model itself: pass a folder or a name")
-    support.refuse_by_configuration(model, config.max_length)
+    is_aligned = config.layout == "aligned"
+    support.refuse_by_configuration(model, config.max_length, is_aligned)
     is_whole = group is None
     runner = ModelRunner(model, None if is_whole else model.config.get_text_config(decoder=True).vocab_size)
     wants_transposed = config.linear_layout == "transposed" or (
@@ -65,7 +66,7 @@ def serve(
     if wants_transposed and runner.device.type == "cpu":
         transpose_linear_weights(model)
     with runner.session():
-        example = support.trial(runner).cache
+        example = support.trial(runner, is_aligned).cache
     plan = plan_memory(model, config, *cache_bytes(example), runner.device)
     plan.check()
     return ServedModel(model, tokenizer, runner, example, plan, eos_token_ids(model, tokenizer))

@@ -23,19 +23,21 @@ _TRIAL_LENGTHS = (3, 6)
 _TRIAL_STEPS = 3
 
 
-def refuse_by_configuration(model: PreTrainedModel, max_length: int) -> None:
+def refuse_by_configuration(model: PreTrainedModel, max_length: int, is_aligned: bool = False) -> None:
     """Raise :class:`UnsupportedModelError` for what is known not to work, by name and reason."""
     name = type(model).__name__
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{name} is an encoder-decoder model; only decoder models are served")
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    if not is_aligned and "position_ids" not in inspect.signature(model.forward).parameters:
         raise UnsupportedModelError(
-            f"{name} takes no position_ids: it derives positions from a 2-D mask (ALiBi and the like), "
-            "which rows of different lengths in one batch do not have"
+            f"{name} takes no position_ids: it derives positions from a mask of tokens (ALiBi and the like), "
+            "which layout 'ragged' does not have; set engine.layout to 'aligned'"
         )
-    if getattr(config, "alibi", False):
-        raise UnsupportedModelError(f"{name} uses ALiBi, which layout 'ragged' does not serve")
+    if not is_aligned and getattr(config, "alibi", False):
+        raise UnsupportedModelError(
+            f"{name} uses ALiBi, which layout 'ragged' does not serve; set engine.layout to 'aligned'"
+        )
     if model.config._attn_implementation == "sdpa" and has_softcap(config):
         raise UnsupportedModelError(
             f"{name} was loaded with attention 'sdpa', which leaves its soft-cap out; "
@@ -59,11 +61,11 @@ def refuse_by_configuration(model: PreTrainedModel, max_length: int) -> None:
             )
 
 
-def trial(runner: ModelRunner) -> Prefix:
+def trial(runner: ModelRunner, is_aligned: bool = False) -> Prefix:
     """Decode a little and compare; returns a small prefill whose tensors give the cache its shapes."""
     name = type(runner.model).__name__
     try:
-        worst, prefix = _measure(runner)
+        worst, prefix = _measure(runner, is_aligned)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{name} cannot be served: {error}") from None
     except Exception as error:
@@ -79,7 +81,7 @@ def trial(runner: ModelRunner) -> Prefix:
     return prefix
 
 
-def _measure(runner: ModelRunner) -> tuple[float, Prefix]:
+def _measure(runner: ModelRunner, is_aligned: bool) -> tuple[float, Prefix]:
     """Relative error of prefill and ragged decoding, and a prefill."""
     generator = torch.Generator().manual_seed(20)
     high = min(runner.vocab_size, 1000)
@@ -89,11 +91,13 @@ def _measure(runner: ModelRunner) -> tuple[float, Prefix]:
     ]
     expected = [runner.teacher_forced(text) for text in texts]
     prefixes = [runner.prefill(text[:length]) for text, length in zip(texts, _TRIAL_LENGTHS, strict=True)]
-    cache = SlotCache(prefixes[0].cache, num_slots=3, length=max(_TRIAL_LENGTHS) + _TRIAL_STEPS)
+    longest = max(_TRIAL_LENGTHS)
+    cache = SlotCache(prefixes[0].cache, 3, longest + _TRIAL_STEPS, is_aligned)
     for tensor in cache.tensors():
         tensor.fill_(POISON)
     for row, prefix in enumerate(prefixes):
-        cache.expand(prefix.cache, torch.tensor([row], device=runner.device), prefix.length)
+        column = longest - prefix.length if is_aligned else 0
+        cache.expand(prefix.cache, torch.tensor([row], device=runner.device), prefix.length, column)
     worst = 0.0
     for step in range(_TRIAL_STEPS):
         at = [length + step for length in _TRIAL_LENGTHS]

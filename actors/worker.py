@@ -27,7 +27,8 @@ class Worker:
 
     def __init__(self, served: ServedModel, config: EngineConfig) -> None:
         self.runner = served.runner
-        self.cache = SlotCache(served.example, config.num_slots, config.max_length)
+        is_aligned = config.layout == "aligned"
+        self.cache = SlotCache(served.example, config.num_slots, config.max_length, is_aligned)
         device = self.runner.device
         # A slot that is not live keeps harmless values: it writes column 0 of its own row.
         self.live = torch.zeros(config.num_slots, dtype=torch.int64, device=device)
@@ -39,10 +40,10 @@ class Worker:
         """Compute a prompt and hold it under the number ``group``."""
         self._prefixes[group] = self.runner.prefill(ops.upload(tokens, self.runner.device))
 
-    def seat(self, group: int, slots: Sequence[int], draw: Draw) -> None:
-        """Copy the prompt's KV into ``slots``, and draw their first tokens from its one row of logits."""
+    def seat(self, group: int, column: int, slots: Sequence[int], draw: Draw) -> None:
+        """Copy the prompt's KV into ``slots`` from ``column`` on, and draw their first tokens."""
         prefix, at = self._prefixes[group], ops.upload(slots, self.runner.device)
-        self.cache.expand(prefix.cache, at, prefix.length)
+        self.cache.expand(prefix.cache, at, prefix.length, column)
         self.position[at] = prefix.length
         self._accept(draw(prefix.logits.expand(len(slots), -1).clone()), at)
 
@@ -50,23 +51,28 @@ class Worker:
         """The prompt is not needed any more."""
         del self._prefixes[group]
 
-    def decode(self, num_rows: int, longest: int, draw: Draw, flags: Hashable = None) -> None:
-        """One token for each of the first ``num_rows`` slots; ``longest`` bounds their positions.
+    def decode(self, num_rows: int, column: int, draw: Draw, flags: Hashable = None) -> None:
+        """One token for each of the first ``num_rows`` slots.
 
+        column: of the writes in layout ``aligned``; in ``ragged`` it bounds them.
         flags: what besides the number of rows decides which work ``draw`` does.
         """
         rows = slice(0, num_rows)
-        logits = self.runner.decode(self.cache, self.last_token[rows], self.position[rows], longest)
+        logits = self.runner.decode(self.cache, self.last_token[rows], self.position[rows], column)
         self.position[rows] += self.live[rows]
         self._accept(draw(logits), rows)
 
-    def move(self, longest: int, moves: Sequence[tuple[int, int]]) -> None:
-        """Move rows (source, target) with all they hold; sources are free afterwards."""
+    def move(self, columns: int, moves: Sequence[tuple[int, int]]) -> None:
+        """Move rows (source, target) with all they hold in ``columns``; sources are free afterwards."""
         device = self.runner.device
         source, target = (ops.upload(side, device) for side in zip(*moves, strict=True))
-        self.cache.move(source, target, longest + 1)
+        self.cache.move(source, target, columns)
         ops.move_rows([self.live, self.position, self.last_token], source, target)
         self._free(source)
+
+    def trim(self, num_rows: int, columns: int, length: int) -> None:
+        """Drop the first ``columns`` of ``length`` columns in use, in layout ``aligned``."""
+        self.cache.trim(num_rows, columns, length)
 
     def free(self, slots: Sequence[int]) -> None:
         """These slots hold nobody any more."""

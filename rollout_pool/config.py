@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from rollout_pool.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+TensorParallelBackend = Literal["transformers", "deepspeed"]
 
 
 class StrictModel(BaseModel):
@@ -53,7 +54,9 @@ class EngineConfig(StrictModel):
 
     num_slots: int = Field(default=32, ge=1, le=65536)
     max_length: int = Field(default=1024, ge=2)
-    layout: Literal["ragged"] = "ragged"
+    layout: Literal["ragged", "aligned"] = "ragged"
+    """``ragged``: every row at its own position. ``aligned``: all rows write one column, as a left-padded
+    batch does; it also serves models that derive positions from a mask (ALiBi: BLOOM, MPT, Falcon)."""
     prefix: Literal["expand", "off"] = "expand"
     """``expand``: a prompt is computed once for all its samples. ``off``: once per sample."""
     deterministic: Literal["seeded", "strict"] = "seeded"
@@ -69,6 +72,15 @@ class EngineConfig(StrictModel):
     """Steps between two looks at which rows have ended. A look never stops the device, but a row that
     ended before it still takes part in the steps until then. None: 4 on a GPU, 1 on a CPU."""
 
+    @model_validator(mode="after")
+    def _strict_is_ragged(self) -> Self:
+        if self.layout == "aligned" and self.deterministic == "strict":
+            raise ConfigError(
+                "deterministic: 'strict' needs layout 'ragged'; in 'aligned' the place of a row, and with it "
+                "the order of sums, depends on the others"
+            )
+        return self
+
 
 class PoolConfig(StrictModel):
     """What a pool runs: one model, ``num_actors`` engines, one seed."""
@@ -79,7 +91,7 @@ class PoolConfig(StrictModel):
     """Engines. Under tensor parallelism each is a group of ``tensor_parallel_size`` processes."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Ranks that one engine's weights and KV are split over; each is a Ray actor with its own device."""
-    tensor_parallel_backend: Literal["transformers", "deepspeed"] = "transformers"
+    tensor_parallel_backend: TensorParallelBackend = "transformers"
     """Who splits the model: its own plan in transformers, or DeepSpeed AutoTP."""
     tensor_parallel_placement: Literal["strict_pack", "pack"] = "strict_pack"
     """``strict_pack``: all ranks of a group on one node. ``pack``: over several where one has no room."""

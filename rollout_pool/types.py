@@ -209,6 +209,10 @@ class EngineStats:
     """Rows the model computed, idle ones included, summed over decode steps."""
     compactions: int = 0
     rows_moved: int = 0
+    trims: int = 0
+    """Shifts to the left in layout ``aligned``."""
+    trimmed_bytes: int = 0
+    """Bytes of KV that trims moved."""
     new_tokens: int = 0
     samples_finished: int = 0
     kv_bytes: int = 0

@@ -1,0 +1,100 @@
+"""Scheduling for layout ``aligned``, in which all rows write the same column: the front.
+
+A prompt is placed so that it ends just before the front, so it must not be longer than the front is far.
+The longest go first: the first one sets the front, and the others fit. Columns before the start of
+the earliest live row are dead, and a trim shifts all rows to the left over them. Pure Python.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from rollout_pool.actors.scheduler import GroupState, Scheduler
+
+
+class AlignedScheduler(Scheduler):
+    """A :class:`Scheduler` that also knows the front.
+
+    No row is longer than ``length``, so a buffer of that many columns suffices for ever: when the front
+    reaches its end, a row that begins in column 0 is over, and so there are columns to trim.
+
+    ``reads_dead_columns``: whether a step pays for dead columns. Then they are trimmed as soon as the
+    steps since the last trim have read as many of them as the trim moves (read and write), so that both
+    together cost at most twice what the better of the two would; otherwise only when it must be.
+    """
+
+    def __init__(self, num_slots: int, length: int, reads_dead_columns: bool) -> None:
+        super().__init__(num_slots)
+        self.length = length
+        self.front = 0
+        self._reads_dead_columns = reads_dead_columns
+        self._starts: dict[int, int] = {}
+        self._waste = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the front is at the end of the buffer."""
+        return self.front == self.length
+
+    def column(self, longest: int) -> int:
+        """The front, which every row writes."""
+        return self.front
+
+    def advance(self) -> None:
+        """A step was started: every row wrote the front."""
+        self.front += 1
+        self._waste += self._dead
+
+    def trim(self) -> int:
+        """How many columns to drop now; when that is some, the front and all starts have moved by them."""
+        dead = self._dead
+        pays = self._reads_dead_columns and self._waste >= 2 * (self.front - dead)
+        if not dead or not (self.is_full or pays):
+            return 0
+        self.front -= dead
+        self._starts = {slot: start - dead for slot, start in self._starts.items()}
+        self._waste = 0
+        return dead
+
+    def finish(self, slot: int) -> GroupState:
+        del self._starts[slot]
+        return super().finish(slot)
+
+    def cancel(self, group: GroupState) -> list[int]:
+        freed = super().cancel(group)
+        for slot in freed:
+            del self._starts[slot]
+        return freed
+
+    def compact(self) -> list[tuple[int, int]]:
+        moves = super().compact()
+        for source, target in moves:
+            self._starts[target] = self._starts.pop(source)
+        return moves
+
+    @property
+    def _dead(self) -> int:
+        return min(self._starts.values(), default=0)
+
+    def _rank(self, group: GroupState) -> tuple[int, int]:
+        return (-group.prompt_length, -group.budget)
+
+    def _next(self) -> GroupState | None:
+        """The longest prompt that fits before the front; with no row alive, the longest of all."""
+        if not self.owner:
+            self.front = self._waste = 0
+        if self.held is not None:
+            return self.held if self._fits(self.held) else None
+        if not self._waiting:
+            return None
+        at = bisect_left(self._waiting, -self.front, key=lambda entry: entry[0]) if self.owner else 0
+        return self._waiting.pop(at)[-1] if at < len(self._waiting) else None
+
+    def _fits(self, group: GroupState) -> bool:
+        return not self.owner or group.prompt_length <= self.front
+
+    def _place(self, group: GroupState, slots: tuple[int, ...]) -> int:
+        self.front = max(self.front, group.prompt_length)
+        start = self.front - group.prompt_length
+        self._starts.update(dict.fromkeys(slots, start))
+        return start
