@@ -70,6 +70,7 @@ class EngineThread:
             self.loaded.set_result(None)
             while self._take_commands(engine):
                 self._step(engine)
+            engine.close()
         except BaseException:
             logger.critical("the engine of %s failed; its process exits", self._name, exc_info=True)
             end_process()

@@ -5,6 +5,7 @@ Nothing here imports Ray: :mod:`rollout_pool.actors.tensor_parallel` makes a Ray
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -18,7 +19,7 @@ from rollout_pool.errors import RolloutPoolError
 logger = logging.getLogger(__name__)
 
 LAST_WORDS_S = 2.0
-"""A failed rank lives on for so long, so that the next :meth:`FollowerActor.ping` can tell why it failed."""
+"""A failed rank lives on for so long, so that an answer can tell why it failed."""
 
 
 class FollowerActor:
@@ -35,6 +36,7 @@ class FollowerActor:
         self._threads = threads
         self._device = device
         self._address: Future[str] = Future()
+        self._loaded: Future[None] = Future()
         self._fault: RolloutPoolError | None = None
         threading.Thread(target=self._main, name="follower", daemon=True).start()
 
@@ -46,6 +48,10 @@ class FollowerActor:
         """Where rank 0 waits; does not wait for the meeting, and may be called once."""
         self._address.set_result(address)
 
+    async def ready(self) -> None:
+        """Wait until the shard is loaded. Raises what made the loading fail, as one line."""
+        await asyncio.shield(asyncio.wrap_future(self._loaded))
+
     async def ping(self) -> None:
         """Raises what ended this rank's thread, as one line."""
         if self._fault is not None:
@@ -56,14 +62,18 @@ class FollowerActor:
             self._follow()
         except BaseException as error:
             logger.critical("%s failed; its process exits", self._name, exc_info=True)
-            self._fault = start_error(self._name, self._config.model, error)
+            if self._loaded.done():
+                self._fault = RolloutPoolError(f"{self._name} failed: {' '.join(str(error).split())}")
+            else:
+                self._fault = start_error(self._name, self._config.model, error)
+                self._loaded.set_exception(self._fault)
             time.sleep(LAST_WORDS_S)
             end_process()
 
     def _follow(self) -> None:
         prepare_thread(self._threads)  # imports torch while rank 0 does so, too
-        from rollout_pool.actors.engine import follow
         from rollout_pool.actors.rank_group import RankGroup
+        from rollout_pool.actors.rank_worker import follow
 
         config = self._config
         group = RankGroup.join(
@@ -76,8 +86,9 @@ class FollowerActor:
         follow(
             config.model,
             config.engine,
-            dtype=config.dtype,
-            trust_remote_code=config.trust_remote_code,
             group=group,
+            dtype=config.dtype,
             backend=config.tensor_parallel_backend,
+            trust_remote_code=config.trust_remote_code,
+            on_loaded=lambda: self._loaded.set_result(None),
         )

@@ -14,7 +14,7 @@ import sys
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import rollout_pool
 from rollout_pool.actors.engine_thread import EngineThread
@@ -152,9 +152,6 @@ class RolloutActor:
 
         config = self._config
         is_split = config.tensor_parallel_size > 1
-        options: dict[str, Any] = {}
-        if is_split:
-            options = {"group": self._gather(), "backend": config.tensor_parallel_backend}
         engine = Engine(
             config.model,
             config.engine,
@@ -163,7 +160,8 @@ class RolloutActor:
             seed=config.seed,
             device=None if is_split else self._device,  # the group has found its ranks' devices
             trust_remote_code=config.trust_remote_code,
-            **options,
+            group=self._gather() if is_split else None,
+            backend=config.tensor_parallel_backend,
         )
         threads, plan = torch.get_num_threads(), engine.memory_plan.describe()
         place = RankInfo.here(0, self._device)

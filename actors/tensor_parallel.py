@@ -8,6 +8,7 @@ follow it. No rank is of use without the others, so whatever ends one of them en
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterable, Mapping
@@ -18,6 +19,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import (
     PlacementGroup,
+    get_placement_group,
     placement_group,
     placement_group_table,
     remove_placement_group,
@@ -31,8 +33,10 @@ from rollout_pool.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-POLL_INTERVAL_S = 0.1
-"""Between two looks at a placement group that is waited for, or at ranks that load."""
+POLL_INTERVAL_S = 0.2
+"""Between two looks at a placement group that is waited for."""
+AFTERMATH_S = 2.0
+"""What a rank that lost another says comes sooner than that the other died; how long that is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,7 @@ class RankActors:
         """
         strategies: list[Any] = [None]
         if self._size > 1:
-            strategies = [self._on(bundle.index) for bundle in await self._find_room()]
+            strategies = [self.on(bundle.index) for bundle in await self.reserve()]
         self.stage = "processes"
         for rank, strategy in enumerate(strategies):
             self._handles.append(self._create(rank, strategy))
@@ -111,11 +115,14 @@ class RankActors:
         if self._placement is not None:
             remove_placement_group(self._placement)
 
-    async def _find_room(self) -> list[Bundle]:
-        """Reserve a bundle per rank; returns them in the order of ranks."""
+    async def reserve(self) -> list[Bundle]:
+        """Wait for a bundle per rank; returns them in the order of ranks."""
         strategy = self._config.tensor_parallel_placement.upper()
-        self._placement = placement_group([self._amounts] * self._size, strategy=strategy)
+        pool = ray.get_runtime_context().get_actor_name()
+        name = f"{_of_pool(pool)}{self._name}" if pool else ""
+        self._placement = placement_group([self._amounts] * self._size, strategy=strategy, name=name)
         while (table := placement_group_table(self._placement))["state"] != "CREATED":
+            release_abandoned()
             await asyncio.sleep(POLL_INTERVAL_S)
         bundles = [Bundle(index, node) for index, node in table["bundles_to_node_id"].items()]
         if self._device != "cpu":
@@ -130,16 +137,17 @@ class RankActors:
             )
         return rank_order(bundles)
 
+    def on(self, index: int) -> PlacementGroupSchedulingStrategy:
+        """How Ray is told to start something on a reserved bundle."""
+        assert self._placement is not None
+        return PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=index)
+
     async def _device_of(self, index: int) -> str:
         """Which GPU a bundle holds: only a process on it is told."""
         look = ray.remote(_first_gpu).options(
-            num_cpus=0, num_gpus=self._amounts["GPU"], max_retries=0, scheduling_strategy=self._on(index)
+            num_cpus=0, num_gpus=self._amounts["GPU"], max_retries=0, scheduling_strategy=self.on(index)
         )
         return str(await look.remote())
-
-    def _on(self, index: int) -> PlacementGroupSchedulingStrategy:
-        assert self._placement is not None
-        return PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=index)
 
     def _create(self, rank: int, strategy: Any | None) -> Any:
         threads = str(self._threads)
@@ -164,33 +172,47 @@ class RankActors:
         return ray.remote(FollowerActor).options(**options).remote(self._config, self._name, rank, **how)
 
     async def _load(self) -> ActorInfo:
-        """The ranks meet and load in lockstep, and are ready when rank 0 is.
-
-        Meanwhile the others are asked, too, since rank 0 waits for a lost one as for a slow one.
-        """
+        """The ranks meet and load in lockstep. The first that fails ends it: the others wait for it."""
         leader, *followers = self._handles
-        ready: asyncio.Future[ActorInfo] = asyncio.ensure_future(leader.ready.remote())
+        if followers:
+            address = await leader.address.remote()
+            await asyncio.gather(*(follower.join.remote(address) for follower in followers))
+        loads = [asyncio.ensure_future(handle.ready.remote()) for handle in self._handles]
         try:
-            if followers:
-                address = await leader.address.remote()
-                await asyncio.gather(*(follower.join.remote(address) for follower in followers))
-            faults: list[BaseException] = []
-            while not ready.done() and not faults:
-                await asyncio.wait({ready}, timeout=POLL_INTERVAL_S if followers else None)
-                faults = await _faults(followers)
-            if ready.done() and (fault := ready.exception()) is not None:
-                faults.insert(0, fault)
+            await asyncio.wait(loads, return_when=asyncio.FIRST_EXCEPTION)
+            if min(map(_distance, faults := _faults(loads)), default=0) > 1:
+                await asyncio.wait(loads, timeout=AFTERMATH_S)
+                faults = _faults(loads)
             if faults:
                 raise min(faults, key=_distance)
-            return ready.result()
+            info: ActorInfo = loads[0].result()
+            return info
         finally:
-            ready.cancel()
+            for load in loads:
+                load.cancel()
 
 
-async def _faults(followers: Iterable[Any]) -> list[BaseException]:
-    """What followers that failed or died say of it."""
-    answers = await asyncio.gather(*(handle.ping.remote() for handle in followers), return_exceptions=True)
-    return [answer for answer in answers if isinstance(answer, BaseException)]
+def release_abandoned() -> None:
+    """Remove the placement groups of pools of this namespace that are gone, but could not do so themselves.
+
+    Ray ends the actors of a pool that was killed, and keeps its placement groups until its driver ends.
+    """
+    alive = tuple(_of_pool(entry["name"]) for entry in ray.util.list_named_actors(all_namespaces=True))
+    ours = _of_pool("")
+    for table in placement_group_table().values():
+        name = table["name"]
+        if name.startswith(ours[:-1]) and table["state"] != "REMOVED" and not name.startswith(alive):
+            with contextlib.suppress(ValueError):  # another pool was faster
+                remove_placement_group(get_placement_group(name))
+
+
+def _of_pool(name: str) -> str:
+    """How the names of a pool's placement groups begin; the pool is known by its name as a Ray actor."""
+    return f"rollout-pool {ray.get_runtime_context().namespace} {name}/"
+
+
+def _faults(loads: Iterable[asyncio.Future[Any]]) -> list[BaseException]:
+    return [fault for load in loads if load.done() and (fault := load.exception()) is not None]
 
 
 def _distance(fault: BaseException) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import uuid
 import warnings
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
@@ -41,7 +42,9 @@ class RolloutPool:
         pool = RolloutPool.remote(PoolConfig(model="...", num_actors=2))
         groups = ray.get(pool.rollout.remote(prompts, SamplingParams(n=8)))
 
-    The pool lives as long as its handle, like any Ray actor.
+    The pool lives as long as its handle, like any Ray actor. ``ray.kill`` ends it as well; only what a
+    tensor-parallel pool has reserved then stays so, until the next such pool looks for room, or the
+    driver ends.
     """
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -81,7 +84,9 @@ def _start_pool(config: PoolConfig, ray_options: dict[str, Any]) -> Any:
     resources = plan_actors(config, nodes)
     if (warning := span_warning(config, resources, nodes)) is not None:
         warnings.warn(warning, stacklevel=3)
-    options = {"num_cpus": 0, "max_concurrency": MAX_CALLS, **ray_options}
+    # By its name it is seen whether a pool is gone whose placement groups are still there.
+    name = {"name": f"rollout-pool-{uuid.uuid4().hex[:12]}"} if config.tensor_parallel_size > 1 else {}
+    options = {"num_cpus": 0, "max_concurrency": MAX_CALLS, **name, **ray_options}
     return ray.remote(PoolActor).options(**options).remote(config, resources)
 
 
@@ -170,6 +175,10 @@ class PoolActor:
         Later calls of ``rollout``, ``stream`` and ``ready`` raise :class:`PoolClosedError`.
         """
         self._stop(PoolClosedError("the pool was shut down"))
+
+    def __ray_shutdown__(self) -> None:
+        """Ray calls this when the last handle is gone; placement groups would stay without it."""
+        self._crew.close()
 
     async def _submit(
         self, prompts: Iterable[Prompt | RolloutRequest], sampling: SamplingParams | None

@@ -187,7 +187,7 @@ class Crew:
             except TimeoutError:
                 return self.lose(member, f"it gave no answer for {ANSWER_TIMEOUT_S:g} s")
             except RayError as error:
-                return self.lose(member, one_line(error))
+                return self.lose(member, one_line(error.cause if isinstance(error, RayTaskError) else error))
             member.load = member.load.on_progress(samples_ended)
             self._on_room()
             await asyncio.sleep(REPORT_INTERVAL_S)
