@@ -10,7 +10,7 @@ and freed since the last step) and one broadcast of ``[2, rows]`` numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 import torch
@@ -47,10 +47,10 @@ class LeadingWorker(Worker):
         self._tell(DROP, [group])
         super().drop(group)
 
-    def decode(self, num_rows: int, longest: int, draw: Draw, flags: Hashable = None) -> None:
+    def decode(self, num_rows: int, longest: int, draw: Draw, kind: tuple[bool, ...] = ()) -> None:
         self._tell(DECODE, [num_rows, longest])
         self._send()
-        super().decode(num_rows, longest, self._shared(draw), flags)
+        super().decode(num_rows, longest, self._shared(draw), kind)
 
     def move(self, longest: int, moves: Sequence[tuple[int, int]]) -> None:
         self._tell(MOVE, [longest, *chain.from_iterable(moves)])

@@ -18,6 +18,10 @@ from rollout_pool.types import Logprobs, SamplingParams, TokenIds
 
 ENDED, BROKEN = 1, 2
 
+DrawKind = tuple[bool, bool, bool]
+"""What some row needs of a draw: penalties or blocked ids, filters, noise."""
+SAMPLED: DrawKind = (False, False, True)
+
 
 @dataclass(frozen=True, slots=True)
 class Generated:
@@ -118,9 +122,10 @@ class Rows:
                 ids = ops.upload(prompt, self.device)
                 self.seen[at.unsqueeze(1), ids.unsqueeze(0)] = True
 
-    def draw(self, logits: torch.Tensor, slots: torch.Tensor | slice) -> torch.Tensor:
+    def draw(self, logits: torch.Tensor, slots: torch.Tensor | slice, kind: DrawKind) -> torch.Tensor:
         """Draw the next token of ``slots`` from ``logits`` (float32 ``[rows, vocab]``, overwritten).
 
+        kind: at least what :meth:`kind` says.
         Returns int64 ``[2, rows]``: the tokens, and whether each row goes on. A row ends by a stop id, by
         its budget, or because its logits are not finite; what it draws after that does not count.
         """
@@ -128,7 +133,7 @@ class Rows:
         stop_ids = self.stop_ids[slots]
         blocked = torch.where((count < self.min_new[slots]).unsqueeze(1), stop_ids, -1)
         tokens, logprobs, sampling = ops.sample_tokens(
-            logits, self._sampling_rows(slots, count, blocked), self._vocab
+            logits, self._sampling_rows(slots, count, blocked, kind), self._vocab
         )
         numbers = self._numbers[slots]
         self.tokens[numbers, count] = tokens.to(torch.int32)
@@ -183,8 +188,8 @@ class Rows:
         self._params.update(zip((pair[1] for pair in moves), params, strict=True))
         self.release([pair[0] for pair in moves])
 
-    def flags(self) -> tuple[bool, bool, bool]:
-        """What some row needs of a draw: penalties or blocked ids, filters, noise."""
+    def kind(self) -> DrawKind:
+        """What the next draw has to do."""
         params = self._params.values()
         return (
             any(p.repetition_penalty != 1.0 or p.min_new_tokens > 0 for p in params),
@@ -212,9 +217,13 @@ class Rows:
             self.stop_ids[at, : len(stop_ids)] = ops.upload(stop_ids, self.device)
 
     def _sampling_rows(
-        self, slots: torch.Tensor | slice, count: torch.Tensor, blocked: torch.Tensor
+        self,
+        slots: torch.Tensor | slice,
+        count: torch.Tensor,
+        blocked: torch.Tensor,
+        kind: DrawKind,
     ) -> ops.SamplingRows:
-        adjusted, filtered, sampled = self.flags()
+        adjusted, filtered, sampled = kind
         return ops.SamplingRows(
             temperature=self.temperature[slots],
             top_k=self.top_k[slots],

@@ -6,12 +6,15 @@ tensor-parallel group can be told the same (:mod:`rollout_pool.actors.rank_worke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 import torch
 
+from rollout_pool.actors.graphs import GraphedStep, Recorder
 from rollout_pool.actors.kv_cache import SlotCache
 from rollout_pool.actors.model_runner import Prefix
+from rollout_pool.actors.model_tensors import ModelTensors
 from rollout_pool.actors.served_model import ServedModel
 from rollout_pool.config import EngineConfig
 from rollout_pool.kernels import ops
@@ -35,6 +38,31 @@ class Worker:
         self.position = torch.zeros_like(self.live)  # column of the next write
         self.last_token = torch.zeros_like(self.live)
         self._prefixes: dict[int, Prefix] = {}
+        self.graphs: GraphedStep | None = None
+        """Recordings of decode steps; see :meth:`record_steps`."""
+
+    def record_steps(self, recorder: Recorder, draw_state: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """Record decode steps from now on, and replay them. Only for layout ``ragged``.
+
+        draw_state: the tensors that draws read or write. Whole steps are recorded: forward pass, draw,
+        positions. Rows that are not live write their own slots' first column, so no padding row ever
+        writes to a live one.
+        """
+        assert not self.cache.is_aligned, "its column is a number in Python, which a recording keeps for ever"
+        model_tensors = ModelTensors(self.runner.model)
+
+        def state() -> list[torch.Tensor]:
+            return [self.live, self.position, self.last_token, *draw_state()]
+
+        def weights() -> Iterable[torch.Tensor]:
+            return chain(model_tensors(), self.cache.tensors())
+
+        self.graphs = GraphedStep(recorder, weights, state)
+
+    def prepare(self, num_rows: int, draw: Draw, kind: tuple[bool, ...]) -> None:
+        """Record the step of one batch size before it is needed. No row may be live."""
+        if self.graphs is not None:
+            self.graphs.prepare({(num_rows, *kind): self._whole_step(num_rows, self.cache.length - 1, draw)})
 
     def prefill(self, group: int, tokens: Sequence[int] | TokenIds) -> None:
         """Compute a prompt and hold it under the number ``group``."""
@@ -51,16 +79,26 @@ class Worker:
         """The prompt is not needed any more."""
         del self._prefixes[group]
 
-    def decode(self, num_rows: int, column: int, draw: Draw, flags: Hashable = None) -> None:
+    def decode(self, num_rows: int, column: int, draw: Draw, kind: tuple[bool, ...] = ()) -> None:
         """One token for each of the first ``num_rows`` slots.
 
-        column: of the writes in layout ``aligned``; in ``ragged`` it bounds them.
-        flags: what besides the number of rows decides which work ``draw`` does.
+        column: of the writes in layout ``aligned``; in ``ragged`` it bounds them. kind: what besides the
+        number of rows decides which work ``draw`` does.
         """
+        if self.graphs is None:
+            self._whole_step(num_rows, column, draw)()
+        else:  # a recording reads the cache to its end, or as far as the kernel finds cells to read
+            self.graphs((num_rows, *kind), self._whole_step(num_rows, self.cache.length - 1, draw))
+
+    def _whole_step(self, num_rows: int, column: int, draw: Draw) -> Callable[[], None]:
         rows = slice(0, num_rows)
-        logits = self.runner.decode(self.cache, self.last_token[rows], self.position[rows], column)
-        self.position[rows] += self.live[rows]
-        self._accept(draw(logits), rows)
+
+        def step() -> None:
+            logits = self.runner.decode(self.cache, self.last_token[rows], self.position[rows], column)
+            self.position[rows] += self.live[rows]
+            self._accept(draw(logits), rows)
+
+        return step
 
     def move(self, columns: int, moves: Sequence[tuple[int, int]]) -> None:
         """Move rows (source, target) with all they hold in ``columns``; sources are free afterwards."""
