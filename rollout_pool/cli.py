@@ -8,11 +8,16 @@ import sys
 from collections.abc import Sequence
 
 import rollout_pool
-from rollout_pool.commands import fetch_demo_model, run, verify
+from rollout_pool.commands import fetch_demo_model, run, validate_tp, verify
 from rollout_pool.errors import ConfigError, InputFileError, OutputFileError, RequestError, RolloutPoolError
 
 _MISTAKES = (ConfigError, InputFileError, OutputFileError, RequestError)
-_COMMANDS = {"run": run, "verify": verify, "fetch-demo-model": fetch_demo_model}
+_COMMANDS = {
+    "run": run,
+    "verify": verify,
+    "validate-tp": validate_tp,
+    "fetch-demo-model": fetch_demo_model,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,179 @@
+"""The ranks of a validation as Ray actors: placed, started, called and ended, each wait with a deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rollout_pool.actors.rank_checks import RankChecks
+from rollout_pool.actors.rollout_actor import RankInfo
+from rollout_pool.actors.tensor_parallel import Bundle, rank_order
+from rollout_pool.config import PoolConfig
+from rollout_pool.errors import ActorStartError, ConfigError, RolloutPoolError
+from rollout_pool.preflight import ActorResources, check_split, plan_actors
+
+AFTERMATH_S = 3.0
+"""How long the other ranks are listened to when one has failed: the first to speak need not be the cause."""
+
+
+class RankProcesses:
+    """The actors of one size. Any failure is a :class:`RolloutPoolError` that names the rank."""
+
+    def __init__(self, handles: Sequence[Any], timeout_s: float) -> None:
+        self.places: Sequence[RankInfo] = []
+        self._handles = handles
+        self._timeout_s = timeout_s
+
+    def load(self) -> None:
+        """Wait for the processes, have the ranks meet, and load."""
+        self.places = self.call("place")
+        address = None
+        if len(self._handles) > 1:
+            (address,) = self._wait([self._handles[0].open.remote()], "open")
+        self.call("load", address)
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """The answers of all ranks, which do it at the same time."""
+        refs = [getattr(handle, method).remote(*arguments) for handle in self._handles]
+        return self._wait(refs, method)
+
+    def call_and_keep(self, method: str, *arguments: Any) -> tuple[list[Any], Callable[[], Any]]:
+        """Of pairs: the first parts of all ranks, and how to get rank 0's second part later.
+
+        That stays in Ray's object store, also when the actors are gone.
+        """
+        pairs = [getattr(h, method).options(num_returns=2).remote(*arguments) for h in self._handles]
+        kept = pairs[0][1]
+        return self._wait([pair[0] for pair in pairs], method), lambda: ray.get(kept, timeout=self._timeout_s)
+
+    def _wait(self, refs: list[Any], method: str) -> list[Any]:
+        deadline = time.monotonic() + self._timeout_s
+        waiting = list(refs)
+        while waiting:
+            ready, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = [str(rank) for rank, ref in enumerate(refs) if ref in waiting]
+                raise RolloutPoolError(
+                    f"{method}: no answer from rank {', '.join(late)} within {self._timeout_s:g} s"
+                )
+            if _fault(ready[0]) is not None:
+                raise self._cause(refs, method)
+        answers: list[Any] = ray.get(refs)
+        return answers
+
+    def _cause(self, refs: list[Any], method: str) -> RolloutPoolError:
+        """The fault that the others follow from, as far as can be told."""
+        ray.wait(refs, num_returns=len(refs), timeout=AFTERMATH_S)
+        done = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0])
+        faults = [(rank, fault) for rank, ref in enumerate(refs) if ref in done and (fault := _fault(ref))]
+        rank, fault = min(faults, key=lambda found: _distance(found[1]))
+        if isinstance(fault, ConfigError):
+            return fault
+        return RolloutPoolError(f"{method}: rank {rank} of {len(refs)}: {_one_line(fault)}")
+
+
+def _fault(ref: Any) -> BaseException | None:
+    try:
+        ray.get(ref, timeout=0)
+    except RayTaskError as error:
+        cause = error.cause
+        return cause if isinstance(cause, BaseException) else error
+    except GetTimeoutError:
+        return None
+    except RayError as error:
+        return error
+    return None
+
+
+def _distance(fault: BaseException) -> int:
+    """From the cause: a refusal says why, a death is a cause, and whoever lost a rank speaks of another."""
+    if isinstance(fault, ConfigError):
+        return 0
+    if isinstance(fault, RayActorError):
+        return 1
+    return 3 if type(fault).__name__ == "RankLostError" else 2
+
+
+@contextmanager
+def rank_processes(config: PoolConfig, timeout_s: float) -> Iterator[RankProcesses]:
+    """Start one actor per rank of ``config`` and load the model on them; they end with the block.
+
+    Raises UnsupportedModelError or CapacityError before anything starts when the model cannot be split
+    or the cluster is too small, and ActorStartError when the cluster had no room within the deadline.
+    """
+    check_split(config)
+    asked = plan_actors(config, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+    size, strategy = config.tensor_parallel_size, config.tensor_parallel_placement.upper()
+    placement = placement_group([asked.amounts or {"CPU": 0.001}] * size, strategy=strategy)
+    handles: list[Any] = []
+    try:
+        if not placement.wait(timeout_seconds=max(1, int(timeout_s))):
+            raise ActorStartError(_no_room(size, asked, timeout_s))
+        for rank, bundle in enumerate(_bundles(placement, asked, timeout_s)):
+            handles.append(_start(config, rank, asked, _on(placement, bundle.index), timeout_s))
+        ranks = RankProcesses(handles, timeout_s)
+        ranks.load()
+        yield ranks
+    finally:
+        for handle in handles:
+            ray.kill(handle)
+        remove_placement_group(placement)
+
+
+def _start(config: PoolConfig, rank: int, asked: ActorResources, strategy: Any, timeout_s: float) -> Any:
+    threads = str(asked.threads)
+    # Before torch is imported: its threads would else wait by spinning, and Ray sets a number of its own.
+    variables = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
+    options = {
+        "num_cpus": asked.num_cpus,
+        "num_gpus": asked.num_gpus,
+        "scheduling_strategy": strategy,
+        "runtime_env": {"env_vars": variables},
+    }
+    how = {"threads": asked.threads, "device": asked.device, "timeout_s": timeout_s}
+    return ray.remote(RankChecks).options(**options).remote(config, rank, **how)
+
+
+def _bundles(placement: Any, asked: ActorResources, timeout_s: float) -> list[Bundle]:
+    """The bundles in the order of ranks."""
+    nodes: dict[int, str] = placement_group_table(placement)["bundles_to_node_id"]
+    devices: list[str] = [""] * len(nodes)
+    if asked.num_gpus:
+        look = ray.remote(_first_gpu)
+        options = {"num_cpus": 0, "num_gpus": asked.num_gpus, "max_retries": 0}
+        refs = [
+            look.options(scheduling_strategy=_on(placement, index), **options).remote() for index in nodes
+        ]
+        devices = ray.get(refs, timeout=timeout_s)
+    return rank_order(
+        Bundle(index, node, device) for (index, node), device in zip(nodes.items(), devices, strict=True)
+    )
+
+
+def _on(placement: Any, index: int) -> PlacementGroupSchedulingStrategy:
+    return PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=index)
+
+
+def _first_gpu() -> str:
+    """Runs on a bundle: only a process there is told which GPU it has."""
+    return str(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
+
+
+def _no_room(size: int, asked: ActorResources, timeout_s: float) -> str:
+    total, free = ray.cluster_resources(), ray.available_resources()
+    needs = [
+        f"{amount * size:g} {name} of which {free.get(name, 0):g} of {total.get(name, 0):g} are free"
+        for name, amount in asked.amounts.items()
+    ]
+    return f"no room for {size} ranks within {timeout_s:g} s; they need {' and '.join(needs)}"
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
