@@ -11,6 +11,10 @@ from bisect import bisect_left
 
 from rollout_pool.actors.scheduler import GroupState, Scheduler
 
+PATIENCE = 4
+"""Batches of samples that arrived later and may start before a prompt that does not fit; then the rows
+are let run out, and it starts. Without a bound, a stream of short prompts would keep it waiting for ever."""
+
 
 class AlignedScheduler(Scheduler):
     """A :class:`Scheduler` that also knows the front.
@@ -30,6 +34,7 @@ class AlignedScheduler(Scheduler):
         self._reads_dead_columns = reads_dead_columns
         self._starts: dict[int, int] = {}
         self._waste = 0
+        self._overtaken: dict[int, int] = {}
 
     @property
     def is_full(self) -> bool:
@@ -88,7 +93,21 @@ class AlignedScheduler(Scheduler):
         if not self._waiting:
             return None
         at = bisect_left(self._waiting, -self.front, key=lambda entry: entry[0]) if self.owner else 0
-        return self._waiting.pop(at)[-1] if at < len(self._waiting) else None
+        if at == len(self._waiting) or (at and not self._may_overtake(at)):
+            return None
+        return self._waiting.pop(at)[-1]
+
+    def _may_overtake(self, at: int) -> bool:
+        """Whether the longest prompt, which does not fit, still lets that one pass; later ones count."""
+        *_, arrival, longest = self._waiting[0]
+        *_, later, group = self._waiting[at]
+        if later < arrival:
+            return True
+        overtaken = self._overtaken.get(longest.group_id, 0)
+        if overtaken >= PATIENCE * self.num_slots:
+            return False
+        self._overtaken = {longest.group_id: overtaken + group.num_samples}
+        return True
 
     def _fits(self, group: GroupState) -> bool:
         return not self.owner or group.prompt_length <= self.front

@@ -46,7 +46,7 @@ def refuse_by_configuration(model: PreTrainedModel, max_length: int, is_aligned:
     table = _position_table(model, config)
     if table is not None and max_length > table:
         raise CapacityError(
-            f"{name} has learned positions for {table} tokens: set engine.max_length to at most {table}, "
+            f"{name} has a table of positions for {table} tokens: set engine.max_length to at most {table}, "
             f"it is {max_length}"
         )
     for kind, original in _rope_kinds(config):
@@ -117,6 +117,8 @@ def _relative(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _position_table(model: PreTrainedModel, config: Any) -> int | None:
     """Length of the table of positions (learned, or computed once), or None for a model without one."""
+    if "position_ids" not in inspect.signature(model.forward).parameters and hasattr(config, "max_seq_len"):
+        return int(config.max_seq_len)  # MPT's biases
     named = (*model.named_modules(), *model.named_buffers())
     names = {name.rsplit(".", 1)[-1] for name, _ in named}
     if not names & {"wpe", "embed_positions", "position_embeddings"}:

@@ -164,7 +164,7 @@ def describe(error: ValidationError, model: type[BaseModel]) -> str:
     elif first["type"] == "missing":
         message = f"{path}: required, but not given"
     elif isinstance(first.get("ctx", {}).get("error"), ConfigError):  # a nested model's own message
-        message = f"{path}.{first['ctx']['error']}"
+        message = f"{path}.{first['ctx']['error']}" if path else str(first["ctx"]["error"])
     else:
         text = first["msg"].removeprefix("Value error, ")
         message = f"{path}: {text}" if path else text
