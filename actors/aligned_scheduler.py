@@ -45,6 +45,10 @@ class AlignedScheduler(Scheduler):
         """The front, which every row writes."""
         return self.front
 
+    def column_of(self, slot: int) -> int:
+        """Where the row in this slot begins."""
+        return self._starts[slot]
+
     def advance(self) -> None:
         """A step was started: every row wrote the front."""
         self.front += 1
@@ -82,7 +86,7 @@ class AlignedScheduler(Scheduler):
         return min(self._starts.values(), default=0)
 
     def _rank(self, group: GroupState) -> tuple[int, int]:
-        return (-group.prompt_length, -group.budget)
+        return (-max(group.lengths), -group.budget)
 
     def _next(self) -> GroupState | None:
         """The longest prompt that fits before the front; with no row alive, the longest of all."""
@@ -110,10 +114,11 @@ class AlignedScheduler(Scheduler):
         return True
 
     def _fits(self, group: GroupState) -> bool:
-        return not self.owner or group.prompt_length <= self.front
+        return not self.owner or max(group.lengths) <= self.front
 
-    def _place(self, group: GroupState, slots: tuple[int, ...]) -> int:
-        self.front = max(self.front, group.prompt_length)
-        start = self.front - group.prompt_length
-        self._starts.update(dict.fromkeys(slots, start))
-        return start
+    def _place(self, group: GroupState, first: int, slots: tuple[int, ...]) -> tuple[int, ...]:
+        self.front = max(self.front, *group.lengths)
+        lengths = group.lengths[first : first + len(slots)]
+        columns = tuple(self.front - length for length in lengths)
+        self._starts.update(zip(slots, columns, strict=True))
+        return columns

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from time import monotonic
 
+import numpy as np
 import torch
 
 from rollout_pool.actors import assembly
@@ -18,10 +19,14 @@ from rollout_pool.actors.scheduler import Admission
 from rollout_pool.actors.seating import Seating
 from rollout_pool.actors.served_model import ServedModel
 from rollout_pool.actors.stopping import StopWatch
+from rollout_pool.actors.versions import VersionLog
 from rollout_pool.actors.worker import Draw
 from rollout_pool.config import EngineConfig
 from rollout_pool.kernels import ops
-from rollout_pool.types import EngineStats, SamplingParams
+from rollout_pool.types import EngineStats, Sample, SamplingParams, TokenIds
+
+SINGLE = -1
+"""Under this number the worker holds a sequence of one sample, for a moment."""
 
 OnSample = Callable[[Seat, Generated, bool], None]
 
@@ -52,6 +57,7 @@ class Batch:
         look_every = assembly.look_every_for(config, device)
         self.seating = Seating(self.rows, self.worker, look_every, self._free, on_sample)
         self._watch = watch
+        self.versions = VersionLog()
         self._groups: dict[int, Running] = {}
         self._bytes_per_token = served.memory_plan.bytes_per_token
         kv_bytes = sum(tensor.nbytes for tensor in self.worker.cache.tensors())
@@ -69,6 +75,12 @@ class Batch:
             new_tokens=self.seating.num_drawn,
             waiting_samples=self.scheduler.num_waiting_samples,
         )
+
+    def versions_of(self, seat: Seat, count: int) -> TokenIds:
+        """Of the weights that drew each of a seat's ``count`` tokens: int64 ``[count]``."""
+        past = seat.past.token_versions if seat.past is not None else np.zeros(0, dtype=np.int64)
+        later = self.versions.of_steps(seat.first_step + past.size + 1, max(0, count - past.size - 1))
+        return np.concatenate((past, [seat.first_version], later))[:count]
 
     def add(self, running: Running) -> None:
         """Queue a group."""
@@ -98,12 +110,17 @@ class Batch:
         """One step: fill free slots, decode one token per row, learn which rows have ended."""
         with self._runner.session():
             self._fill_slots()
-            if self.seating.has_rows_to_decode and self._trim():
+            if not self.seating.has_rows_to_decode:
+                self.seating.wait()
+                return
+            has_waited = self._trim()
+            if self.seating.has_rows_to_decode:
                 self._compact()
                 self._decode()
-                self.seating.deliver()
-            else:
-                self.seating.wait()
+                if has_waited:
+                    self.seating.deliver_ready()
+                else:
+                    self.seating.deliver()
 
     def close(self) -> None:
         """Let the other ranks of the group end."""
@@ -127,54 +144,104 @@ class Batch:
     def _admit(self, admission: Admission) -> None:
         """Prefill a group if it is new, expand its KV into the slots, draw their first tokens."""
         running, slots = self._groups[admission.group.group_id], admission.slots
-        request = running.request
+        params = running.request.sampling
         running.started = running.started or monotonic()
-        numbers = range(admission.first, admission.first + len(slots))
-        keys = [
-            ops.sample_key(request.seed, request.identity, request.sample_offset + number)
-            for number in numbers
-        ]
-        self.rows.admit(slots, running.prompt, request.sampling, keys, list(running.stop_ids))
-        step = self.seating.step
-        self.seating.sit(
-            Seat(running, number, slot, step, self._watch(request.sampling))
-            for slot, number in zip(slots, numbers, strict=True)
-        )
-        self._prefill(running, admission)
+        numbers = running.order[admission.first : admission.first + len(slots)]
+        seats = [self._seat(running, number, slot) for slot, number in zip(slots, numbers, strict=True)]
+        keys = [ops.sample_key(*seat.draw_key) for seat in seats]
+        self.rows.admit(slots, running.prompt, params, keys, list(running.stop_ids))
+        self.seating.sit(seats)
+        fresh = [place for place, seat in enumerate(seats) if seat.past is None]
+        self._prefill(running, [slots[at] for at in fresh], [admission.columns[at] for at in fresh])
+        for seat, column in zip(seats, admission.columns, strict=True):
+            if seat.past is not None:
+                self._resume(seat, seat.past, column)
         if admission.is_last:
-            running.is_held = False
-            self.worker.drop(admission.group.group_id)
-            needed = request.sampling.n * running.prompt.size
-            self._count(prefill_tokens_saved=needed - running.prefill_tokens)
+            if running.is_held:
+                running.is_held = False
+                self.worker.drop(admission.group.group_id)
+            needed = len(running.order) * running.prompt.size
+            self._count(prefill_tokens_saved=max(0, needed - running.prefill_tokens))
 
-    def _prefill(self, running: Running, admission: Admission) -> None:
+    def _seat(self, running: Running, number: int, slot: int) -> Seat:
+        past = running.past.get(number)
+        num_past = 0 if past is None else past.token_ids.size
+        watch = self._watch(running.request.sampling)
+        if watch is not None and past is not None:
+            for token in past.token_ids.tolist():
+                watch.push(token)
+        first_step = self.seating.step - num_past
+        return Seat(running, number, slot, first_step, self.versions.current, watch, past)
+
+    def _prefill(self, running: Running, slots: Sequence[int], columns: Sequence[int]) -> None:
         """Compute the prompt, once for all its samples unless ``prefix`` is off, and put it into slots."""
-        slots, column = admission.slots, admission.column
+        if not slots:
+            return
         group, is_shared = running.state.group_id, self.config.prefix == "expand"
         for part in [slots] if is_shared else [[slot] for slot in slots]:
             if not (running.is_held and is_shared):
                 self.worker.prefill(group, running.prompt)
                 running.is_held = True
-                running.prefill_tokens += running.prompt.size
-                self._count(prefills=1, prefill_tokens=running.prompt.size)
-            self.worker.seat(group, column, part, self._draw_for(ops.upload(part, self.rows.device)))
+                self._count_prefill(running, running.prompt.size)
+            self.worker.seat(group, columns[0], part, self._draw_for(ops.upload(part, self.rows.device)))
+
+    def _resume(self, seat: Seat, past: Sample, column: int) -> None:
+        """Compute a prompt with what one of its samples had drawn, and draw on from there."""
+        self.rows.resume(seat.slot, Generated(past.token_ids, past.logprobs, past.sampling_logprobs))
+        tokens = np.concatenate((seat.running.prompt, past.token_ids))
+        self.worker.prefill(SINGLE, tokens)
+        self._count_prefill(seat.running, tokens.size)
+        slots = [seat.slot]
+        self.worker.seat(SINGLE, column, slots, self._draw_for(ops.upload(slots, self.rows.device)))
+        self.worker.drop(SINGLE)
+
+    def _count_prefill(self, running: Running, num_tokens: int) -> None:
+        running.prefill_tokens += num_tokens
+        self._count(prefills=1, prefill_tokens=num_tokens)
+
+    # Weights
+
+    def update_weights(self, version: int, recompute: bool) -> None:
+        """Write the staged weights of ``version``, between two steps.
+
+        recompute: make the KV of running samples and held prompts anew; else what old weights made stays.
+        """
+        with self._runner.session():
+            self.worker.commit(version)
+            self.versions.change(version, self.seating.step)
+            if recompute:
+                self._recompute()
+
+    def _recompute(self) -> None:
+        for running in self._groups.values():
+            if running.is_held:
+                self.worker.prefill(running.state.group_id, running.prompt)
+                self._count_prefill(running, running.prompt.size)
+        self.seating.settle()
+        seats = list(self.seating.seats.values())
+        for seat, tokens in zip(seats, self.seating.drawn_by(seats), strict=True):
+            written = np.concatenate((seat.running.prompt, tokens[:-1]))
+            self.worker.prefill(SINGLE, written)
+            self._count_prefill(seat.running, written.size)
+            self.worker.refill(SINGLE, self.scheduler.column_of(seat.slot), [seat.slot])
+            self.worker.drop(SINGLE)
 
     # Rows
 
     def _trim(self) -> bool:
-        """Drop dead columns when it pays or must be; False when there is nothing left to decode."""
+        """Drop dead columns when it pays or must be. Whether this had to wait for the device."""
         used = self.scheduler.column(0)
         columns = self.scheduler.trim()
-        if not columns and self.scheduler.is_full:  # rows that are over hold the columns: learn which
-            self.seating.settle()
-            if not self.seating.has_rows_to_decode:
-                return False
+        must_wait = not columns and self.scheduler.is_full
+        if must_wait:  # rows that are over hold the columns: learn which
+            self.seating.look()
+            self.seating.wait()
             columns = self.scheduler.trim()
         if columns:
             num_rows = self.scheduler.num_rows
             self.worker.trim(num_rows, columns, used)
             self._count(trims=1, trimmed_bytes=num_rows * (used - columns) * self._bytes_per_token)
-        return True
+        return must_wait
 
     def _compact(self) -> None:
         """At the tail, move rows together so that the next steps run fewer of them."""

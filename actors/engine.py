@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
@@ -29,7 +29,9 @@ from rollout_pool.types import (
     ResolvedRequest,
     RolloutGroup,
     RolloutRequest,
+    Sample,
     SamplingParams,
+    TokenIds,
 )
 
 _Delivery = tuple[RolloutGroup, OnFinish | None]
@@ -95,7 +97,6 @@ class Engine:
         self._delivered: list[_Delivery] = []
         self._numbers, self._calls = count(), count()
         self._counts: Counter[str] = Counter()
-        self._weight_version = 0
 
     @property
     def cache(self) -> SlotCache:
@@ -142,11 +143,11 @@ class Engine:
             self._counts["failed"] += 1
             self._delivered.append((failed_group(request, str(error)), on_finish))
             return
-        params = request.sampling
-        state = GroupState(next(self._numbers), params.n, params.max_new_tokens, prompt.size)
-        running = Running(request, prompt, self._endings.ids(params), state, on_finish)
-        self._running[state.group_id] = running
-        self.batch.add(running)
+        running = self._begin(request, prompt, on_finish)
+        if running.is_complete:  # all its samples were over when they came
+            self._deliver(running)
+        else:
+            self.batch.add(running)
 
     def has_work(self) -> bool:
         """Whether :meth:`step` has anything to do or to deliver."""
@@ -175,18 +176,54 @@ class Engine:
             self._deliver(running, cancelled=True)
         return len(found)
 
+    def update_weights(self, version: int, kv: Literal["recompute", "keep"] = "recompute") -> None:
+        """Write the staged weights of ``version`` now, between two steps; running samples go on with them.
+
+        kv: what becomes of KV that the old weights made: ``recompute`` computes that of every running
+        sample and held prompt again, ``keep`` leaves it. Every token says in ``token_versions`` which
+        weights drew it. Raises :class:`RequestError` unless ``version`` is above the present one.
+        """
+        if version <= self.weight_version:
+            raise RequestError(f"version {version} is not above the present one, {self.weight_version}")
+        self.batch.update_weights(version, recompute=kv == "recompute")
+
+    @property
+    def weight_version(self) -> int:
+        """0 for the weights that the engine started with."""
+        return self.batch.versions.current
+
     def stats(self) -> EngineStats:
         """Counters since the engine started, and its state now."""
-        return replace(self.batch.stats(), weight_version=self._weight_version, **self._counts)
+        return replace(self.batch.stats(), weight_version=self.weight_version, **self._counts)
 
     def close(self) -> None:
         """Let the other ranks of a tensor-parallel group end. The engine takes no more work."""
         self.batch.close()
 
+    def _begin(self, request: ResolvedRequest, prompt: TokenIds, on_finish: OnFinish | None) -> Running:
+        """A group on its way: which of its samples are over already, which go on, which start."""
+        params = request.sampling
+        stop_ids = self._endings.ids(params)
+        over: dict[int, Sample] = {}
+        past: dict[int, Sample] = {}
+        for sample in request.resume:
+            size = sample.token_ids.size
+            is_over = sample.finish_reason == "stop" or size >= params.max_new_tokens
+            if is_over or (size and sample.finish_reason != "error"):
+                (over if is_over else past)[sample.sample_index - request.sample_offset] = sample
+        order = [number for number in range(params.n) if number not in over]
+        lengths = [prompt.size + (past[number].token_ids.size if number in past else 0) for number in order]
+        state = GroupState(next(self._numbers), len(order), params.max_new_tokens, tuple(lengths))
+        running = Running(request, prompt, stop_ids, state, on_finish, past, order)
+        running.samples.update(over)
+        self._running[state.group_id] = running
+        return running
+
     def _store(self, seat: Seat, generated: Generated, aborted: bool) -> None:
         """A sample is over and has arrived; so may be its group."""
         running = seat.running
-        sample = seat.sample(generated, self.tokenizer, self._weight_version, aborted=aborted)
+        versions = self.batch.versions_of(seat, generated.token_ids.size)
+        sample = seat.sample(generated, self.tokenizer, versions, aborted=aborted)
         running.samples[seat.number] = sample
         self._counts["samples_finished"] += 1
         if running.is_complete and not aborted:

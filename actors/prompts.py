@@ -38,6 +38,13 @@ class PromptEncoder:
                 f"prompt of {ids.size} tokens + max_new_tokens {sampling.max_new_tokens} = {need} exceeds "
                 f"engine.max_length {self.max_length}; raise engine.max_length or lower max_new_tokens"
             )
+        for sample in request.resume:
+            foreign = sample.token_ids[(sample.token_ids < 0) | (sample.token_ids >= self.vocab_size)]
+            if foreign.size:
+                raise RequestError(
+                    f"resume: token id {int(foreign[0])} of sample {sample.sample_index} is outside the "
+                    f"vocabulary (0 to {self.vocab_size - 1})"
+                )
         if sampling.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and none was loaded; use stop_token_ids")
         outside = [i for i in sampling.stop_token_ids if not 0 <= i < self.vocab_size]

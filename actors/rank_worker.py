@@ -22,7 +22,7 @@ from rollout_pool.actors.worker import Draw, Worker
 from rollout_pool.config import Dtype, EngineConfig, TensorParallelBackend
 from rollout_pool.types import TokenIds
 
-STOP, PREFILL, SEAT, DROP, DECODE, MOVE, TRIM, FREE, CLEAR = range(9)
+STOP, PREFILL, SEAT, DROP, REFILL, COMMIT, DECODE, MOVE, TRIM, FREE, CLEAR = range(11)
 
 
 class LeadingWorker(Worker):
@@ -42,6 +42,15 @@ class LeadingWorker(Worker):
         self._tell(SEAT, [group, column, *slots])
         self._send()
         super().seat(group, column, slots, self._shared(draw))
+
+    def refill(self, group: int, column: int, slots: Sequence[int]) -> None:
+        self._tell(REFILL, [group, column, *slots])
+        super().refill(group, column, slots)
+
+    def commit(self, version: int) -> None:
+        self._tell(COMMIT, [version])
+        self._send()
+        super().commit(version)
 
     def drop(self, group: int) -> None:
         self._tell(DROP, [group])
@@ -135,6 +144,8 @@ def replay(worker: Worker, group: RankGroup) -> None:
     operations: dict[int, Callable[[list[int]], None]] = {
         PREFILL: lambda n: worker.prefill(n[0], n[1:]),
         SEAT: lambda n: worker.seat(n[0], n[1], n[2:], receive),
+        REFILL: lambda n: worker.refill(n[0], n[1], n[2:]),
+        COMMIT: lambda n: worker.commit(n[0]),
         DROP: lambda n: worker.drop(n[0]),
         DECODE: lambda n: worker.decode(n[0], n[1], receive),
         MOVE: lambda n: worker.move(n[0], list(zip(n[1::2], n[2::2], strict=True))),

@@ -18,6 +18,9 @@ from rollout_pool.types import Logprobs, SamplingParams, TokenIds
 
 ENDED, BROKEN = 1, 2
 
+STOP_WIDTH = 8
+"""Stop ids per row that there is room for from the start; a wider list makes recorded steps void."""
+
 DrawKind = tuple[bool, bool, bool]
 """What some row needs of a draw: penalties or blocked ids, filters, noise."""
 SAMPLED: DrawKind = (False, False, True)
@@ -78,7 +81,7 @@ class Rows:
         self.budget, self.min_new, self.top_k = ints(), ints(), ints()
         self.temperature, self.top_p, self.min_p, self.penalty = floats(), floats(), floats(), floats()
         self.keys = ints(2, dtype=torch.int32)
-        self.stop_ids = ints(1) - 1  # [slots, widest list]; -1 is no id
+        self.stop_ids = ints(STOP_WIDTH) - 1  # [slots, widest list]; -1 is no id
         self.seen: torch.Tensor | None = None  # bool [slots, vocab], made when first needed
         self.tokens = ints(max_length, dtype=torch.int32)
         self.logprobs, self.sampling_logprobs = floats(max_length), floats(max_length)
@@ -121,6 +124,19 @@ class Rows:
             if params.repetition_penalty != 1.0:
                 ids = ops.upload(prompt, self.device)
                 self.seen[at.unsqueeze(1), ids.unsqueeze(0)] = True
+
+    def resume(self, slot: int, past: Generated) -> None:
+        """The sample that was just admitted to ``slot`` has generated this before."""
+        size = past.token_ids.size
+        self.count[slot] = size
+        for column, values in (
+            (self.tokens, past.token_ids),
+            (self.logprobs, past.logprobs),
+            (self.sampling_logprobs, past.sampling_logprobs),
+        ):
+            column[slot, :size] = ops.upload(values, self.device, column.dtype)
+        if self.seen is not None and self._params[slot].repetition_penalty != 1.0:
+            self.seen[slot, ops.upload(past.token_ids, self.device)] = True
 
     def draw(self, logits: torch.Tensor, slots: torch.Tensor | slice, kind: DrawKind) -> torch.Tensor:
         """Draw the next token of ``slots`` from ``logits`` (float32 ``[rows, vocab]``, overwritten).

@@ -26,7 +26,12 @@ class Running:
     stop_ids: dict[int, str | int]
     """Tokens that end a sample, and what its ``stop_match`` then says: the id, or a special token's text."""
     state: GroupState
+    """Of the samples that are to be drawn; those that came finished are in ``samples`` from the start."""
     on_finish: OnFinish | None
+    past: dict[int, Sample] = field(default_factory=dict)
+    """Samples to go on with, by number."""
+    order: list[int] = field(default_factory=list)
+    """Numbers of the samples that are to be drawn, in the order in which they start."""
     submitted: float = field(default_factory=time.monotonic)
     started: float | None = None
     prefill_tokens: int = 0
@@ -36,7 +41,7 @@ class Running:
 
     @property
     def is_complete(self) -> bool:
-        return len(self.samples) == self.state.num_samples
+        return len(self.samples) == self.request.sampling.n
 
     def finish(self, cancelled: bool = False) -> RolloutGroup:
         """The finished group, its samples in order."""
@@ -64,8 +69,12 @@ class Seat:
     """Of the sample within its request, from 0."""
     slot: int
     first_step: int
-    """The engine's step when it sat down, and drew its first token."""
+    """The engine's step in which it drew its first token; when resumed, the step that would have been."""
+    first_version: int
+    """Of the weights that drew the first token after it sat down."""
     watch: StopWatch | None
+    past: Sample | None = None
+    """What it had drawn before, when resumed."""
     is_over: bool = False
     stopped_at: int | None = None
     """How many of its tokens count, when its text ended it: the row may have gone on since."""
@@ -89,11 +98,27 @@ class Seat:
             self.stopped_at = int(count)
         return self.stopped_at is not None
 
-    def sample(
-        self, generated: Generated, tokenizer: Any | None, weight_version: int, *, aborted: bool = False
-    ) -> Sample:
-        """What the slot generated, as a sample with its reason to end."""
+    @property
+    def num_past(self) -> int:
+        """Tokens that it had when it sat down."""
+        return 0 if self.past is None else self.past.token_ids.size
+
+    @property
+    def draw_key(self) -> tuple[int, str, int]:
+        """Seed, identity and sample index: what all its draws come from."""
+        if self.past is not None:
+            return self.past.seed, self.past.identity, self.past.sample_index
         request = self.running.request
+        return request.seed, request.identity, request.sample_offset + self.number
+
+    def sample(
+        self, generated: Generated, tokenizer: Any | None, versions: TokenIds, *, aborted: bool = False
+    ) -> Sample:
+        """What the slot generated, as a sample with its reason to end.
+
+        versions: of the weights that drew each token.
+        """
+        seed, identity, index = self.draw_key
         reason, match = self._ending(generated, aborted)
         return Sample(
             token_ids=generated.token_ids,
@@ -102,10 +127,11 @@ class Seat:
             sampling_logprobs=generated.sampling_logprobs,
             finish_reason=reason,
             stop_match=match,
-            weight_version=weight_version,
-            token_versions=np.full(generated.token_ids.size, weight_version, dtype=np.int64),
-            seed=request.seed,
-            sample_index=request.sample_offset + self.number,
+            weight_version=int(versions[-1]),
+            token_versions=versions,
+            seed=seed,
+            sample_index=index,
+            identity=identity,
         )
 
     def _ending(self, generated: Generated, aborted: bool) -> tuple[FinishReason, str | int | None]:

@@ -21,7 +21,8 @@ class GroupState:
     num_samples: int
     budget: int
     """Longest expected number of new tokens; longer ones start earlier."""
-    prompt_length: int = 0
+    lengths: tuple[int, ...] = ()
+    """Of each sample's row when it starts: its prompt, and what it had drawn before if it is resumed."""
     admitted: int = 0
     finished: int = 0
     slots: set[int] = field(default_factory=set)
@@ -38,8 +39,8 @@ class Admission:
     group: GroupState
     first: int
     slots: tuple[int, ...]
-    column: int
-    """Where the prompt begins in these slots."""
+    columns: tuple[int, ...]
+    """Where the row begins in each of these slots."""
     is_last: bool
     """No sample of the group waits after this; its prompt's KV need not be held."""
 
@@ -105,7 +106,7 @@ class Scheduler:
         group.admitted += count
         is_last = group.admitted == group.num_samples
         self.held = None if is_last else group
-        return Admission(group, first, slots, self._place(group, slots), is_last)
+        return Admission(group, first, slots, self._place(group, first, slots), is_last)
 
     def finish(self, slot: int) -> GroupState:
         """A sample ended: its slot is free. Returns its group."""
@@ -153,6 +154,10 @@ class Scheduler:
         """What the next decode step is told: in layout ``ragged`` the largest position that it writes."""
         return longest
 
+    def column_of(self, slot: int) -> int:
+        """Where the row in this slot begins."""
+        return 0
+
     def advance(self) -> None:
         """A decode step was started."""
 
@@ -168,9 +173,9 @@ class Scheduler:
         """The group that starts next, out of the queue."""
         return self.held or (self._waiting.pop(0)[-1] if self._waiting else None)
 
-    def _place(self, group: GroupState, slots: tuple[int, ...]) -> int:
-        """The column in which the group's prompt begins."""
-        return 0
+    def _place(self, group: GroupState, first: int, slots: tuple[int, ...]) -> tuple[int, ...]:
+        """The column in which each row begins, from sample ``first`` on."""
+        return (0,) * len(slots)
 
     def _bucket(self, rows: int) -> int:
         return next((bucket for bucket in self.buckets if bucket >= rows), self.num_slots)

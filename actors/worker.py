@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
+from typing import Protocol
 
 import torch
 
@@ -25,6 +26,13 @@ Draw = Callable[[torch.Tensor], torch.Tensor]
 and 1 where the row goes on, 0 where it ended."""
 
 
+class StagedWeights(Protocol):
+    """Weights that have been checked and wait to be written."""
+
+    def commit(self, version: int) -> object:
+        """Write those of this version into the model, in place."""
+
+
 class Worker:
     """Runs prompts and rows of one model. Call it within ``runner.session()``."""
 
@@ -38,6 +46,8 @@ class Worker:
         self.position = torch.zeros_like(self.live)  # column of the next write
         self.last_token = torch.zeros_like(self.live)
         self._prefixes: dict[int, Prefix] = {}
+        self.weights: StagedWeights | None = None
+        """What new weights are staged in, when this worker takes any."""
         self.graphs: GraphedStep | None = None
         """Recordings of decode steps; see :meth:`record_steps`."""
 
@@ -74,6 +84,16 @@ class Worker:
         self.cache.expand(prefix.cache, at, prefix.length, column)
         self.position[at] = prefix.length
         self._accept(draw(prefix.logits.expand(len(slots), -1).clone()), at)
+
+    def refill(self, group: int, column: int, slots: Sequence[int]) -> None:
+        """Copy the KV of a sequence into ``slots`` that hold it already, made with other weights."""
+        prefix, at = self._prefixes[group], ops.upload(slots, self.runner.device)
+        self.cache.expand(prefix.cache, at, prefix.length, column)
+
+    def commit(self, version: int) -> None:
+        """Write the staged weights of this version into the model."""
+        assert self.weights is not None
+        self.weights.commit(version)
 
     def drop(self, group: int) -> None:
         """The prompt is not needed any more."""

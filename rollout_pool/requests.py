@@ -15,6 +15,7 @@ from rollout_pool.types import (
     ResolvedRequest,
     RolloutGroup,
     RolloutRequest,
+    Sample,
     SamplingParams,
 )
 
@@ -64,6 +65,7 @@ def _resolve(item: Any, index: int, default: SamplingParams, call_seed: int) -> 
     request = item if isinstance(item, RolloutRequest) else RolloutRequest(item)
     fault = _fault(request)
     params = request.sampling if isinstance(request.sampling, SamplingParams) else default
+    fault = fault or _resume_fault(request, params.n)
     named = request.request_id is not None
     request_id = request.request_id if request.request_id is not None else index
     seed = next(s for s in (request.seed, params.seed, default.seed, call_seed) if s is not None)
@@ -76,6 +78,7 @@ def _resolve(item: Any, index: int, default: SamplingParams, call_seed: int) -> 
         index=index,
         sample_offset=request.sample_offset,
         metadata=request.metadata,
+        resume=() if fault else _samples(request.resume),
         fault=fault,
     )
 
@@ -91,6 +94,29 @@ def _fault(request: RolloutRequest) -> str | None:
             return f"{name} must be an integer from 0 to 2**63 - 1, got {value!r}"
     if request.request_id is not None and not isinstance(request.request_id, (str, int)):
         return f"request_id must be a str or an int, got {type(request.request_id).__name__}"
+    return None
+
+
+def _samples(resume: Any) -> tuple[Sample, ...]:
+    if resume is None:
+        return ()
+    return (resume,) if isinstance(resume, Sample) else tuple(resume)
+
+
+def _resume_fault(request: RolloutRequest, n: int) -> str | None:
+    if not isinstance(request.resume, (Sample, list, tuple, type(None))):
+        return f"resume must be a Sample or a list of them, got {type(request.resume).__name__}"
+    samples = _samples(request.resume)
+    wrong = next((one for one in samples if not isinstance(one, Sample)), None)
+    if wrong is not None:
+        return f"resume must hold Samples, got {type(wrong).__name__}"
+    first, last = request.sample_offset, request.sample_offset + n - 1
+    indexes = [one.sample_index for one in samples]
+    outside = next((index for index in indexes if not first <= index <= last), None)
+    if outside is not None:
+        return f"resume holds sample {outside}, but n={n} and sample_offset={first} ask for {first} to {last}"
+    if len(set(indexes)) < len(indexes):
+        return "resume holds two samples with the same sample_index"
     return None
 
 

@@ -92,6 +92,11 @@ class RolloutRequest:
     samples in any order and in any batch. Without one, the identity is the index in the call.
     ``sample_offset`` numbers the first sample, so n=4 equals n=2 followed by n=2 with offset 2.
     ``metadata`` comes back untouched.
+
+    ``resume`` continues samples of the same prompt that were cut off (``finish_reason`` "aborted", or
+    "length" under a smaller budget): each goes on where it ended, token for token as if nothing had
+    happened, with its own seed. Samples that ended by themselves come back as they are; those of the n
+    that are not given start anew.
     """
 
     prompt: Prompt
@@ -100,6 +105,7 @@ class RolloutRequest:
     request_id: str | int | None = None
     sample_offset: int = 0
     metadata: Any = None
+    resume: Sample | Sequence[Sample] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +124,7 @@ class ResolvedRequest:
     index: int
     sample_offset: int = 0
     metadata: Any = None
+    resume: tuple[Sample, ...] = ()
     fault: str | None = None
     """Set when the request is already known to be bad; it then fails its own group."""
 
@@ -144,9 +151,13 @@ class Sample:
     stop_match: str | int | None
     """The stop string or token id that ended the sample."""
     weight_version: int
+    """Of the weights that drew its last token."""
     token_versions: TokenIds
+    """Of the weights that drew each token."""
     seed: int
     sample_index: int
+    identity: str = ""
+    """Of the request that it was drawn for; with ``seed`` and ``sample_index`` it determines every draw."""
 
 
 @dataclass(frozen=True, slots=True)
