@@ -1,7 +1,10 @@
-"""Every supported family gives the tokens of single-row HF `generate`."""
+"""Every supported family gives the tokens of single-row HF `generate`, in every layout that serves it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -21,6 +24,11 @@ NEW = 24
 # Eight samples for four slots: slots are used again, and at the tail the rows in slots 2 and 3 move down.
 SAMPLES = (2, 1, 1, 2, 1, 1)
 BUDGETS = (NEW, 20, 20, 16, 8, 8)
+# In layout aligned the buffer holds the longest row and not one token more, so that it must be trimmed.
+MAX_LENGTH = {
+    "ragged": 64,
+    "aligned": max(length + budget for length, budget in zip(LENGTHS, BUDGETS, strict=True)),
+}
 
 # family: (configuration class, what differs from the shared settings, gain of the weights)
 FAMILIES: dict[str, tuple[str, dict[str, Any], float]] = {
@@ -116,45 +124,91 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], float]] = {
     "stablelm": ("StableLmConfig", {}, 1.4),
 }
 
+# Models that derive positions from a mask of tokens. With distances alone to tell positions apart, greedy
+# outputs soon repeat; a penalty keeps them changing.
+ALIBI: dict[str, tuple[str, dict[str, Any], float]] = {
+    "bloom": ("BloomConfig", {"n_layer": 3, "n_head": 4}, 3.0),
+    # The slopes of heads that are not a power of two in number come from another formula.
+    "bloom-odd-heads": ("BloomConfig", {"n_layer": 3, "n_head": 6, "hidden_size": 96}, 3.0),
+    "mpt": ("MptConfig", {"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 64}, 3.0),
+    "falcon-alibi": ("FalconConfig", {"alibi": True}, 3.0),
+}
+PENALTY = 1.3
 
-def family_model(family: str, build: Any, small_config: Any) -> Any:
-    class_name, changes, gain = FAMILIES[family]
-    return build(getattr(transformers, class_name)(**small_config(**changes)), gain=gain)
+
+@dataclass(frozen=True)
+class Family:
+    """A model and what `generate` makes of every prompt, alone and unpadded."""
+
+    model: Any
+    prompts: list[list[int]]
+    expected: list[list[int]]
+    penalty: float
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_single_row_generate(
-    family: str, build: Any, small_config: Any, hf_greedy: Any, poison: Any, prompts_of: Any
-) -> None:
-    model = family_model(family, build, small_config)
-    prompts = prompts_of(LENGTHS)
-    expected = [hf_greedy(model, prompt, NEW) for prompt in prompts]
-    assert len({token for tokens in expected for token in tokens}) >= 20, (
+@pytest.fixture(scope="module")
+def family_of(build: Any, small_config: Any, hf_greedy: Any, prompts_of: Any) -> Callable[[str], Family]:
+    """``family_of(name)``, made once for all layouts and tests."""
+
+    @cache
+    def make(name: str) -> Family:
+        class_name, changes, gain = {**FAMILIES, **ALIBI}[name]
+        model = build(getattr(transformers, class_name)(**small_config(**changes)), gain=gain)
+        prompts = prompts_of(LENGTHS)
+        penalty = PENALTY if name in ALIBI else 1.0
+        more = {"repetition_penalty": penalty} if name in ALIBI else {}
+        return Family(model, prompts, [hf_greedy(model, prompt, NEW, **more) for prompt in prompts], penalty)
+
+    return make
+
+
+def cases(names: Any) -> list[Any]:
+    """Every family in every layout that serves it."""
+    return [
+        pytest.param(name, layout, id=f"{name}-{layout}")
+        for name in names
+        for layout in MAX_LENGTH
+        if layout == "aligned" or name not in ALIBI
+    ]
+
+
+@pytest.mark.parametrize(("name", "layout"), cases({**FAMILIES, **ALIBI}))
+def test_greedy_tokens_equal_single_row_generate(name: str, layout: str, family_of: Any, poison: Any) -> None:
+    family = family_of(name)
+    assert len({token for tokens in family.expected for token in tokens}) >= 20, (
         "the model repeats itself: a weak test"
     )
-
-    engine = poison(Engine(model, EngineConfig(num_slots=4, max_length=64)))
+    engine = poison(
+        Engine(family.model, EngineConfig(num_slots=4, max_length=MAX_LENGTH[layout], layout=layout))
+    )
+    greedy = SamplingParams(temperature=0, repetition_penalty=family.penalty, ignore_eos=True)
     requests = [
-        RolloutRequest(prompt, SamplingParams(n=n, temperature=0, max_new_tokens=budget, ignore_eos=True))
-        for prompt, n, budget in zip(prompts, SAMPLES, BUDGETS, strict=True)
+        RolloutRequest(prompt, greedy.model_copy(update={"n": n, "max_new_tokens": budget}))
+        for prompt, n, budget in zip(family.prompts, SAMPLES, BUDGETS, strict=True)
     ]
     groups = engine.generate(requests)
 
     got = [[sample.token_ids.tolist() for sample in group.samples] for group in groups]
     assert got == [
-        [tokens[:budget]] * n for tokens, n, budget in zip(expected, SAMPLES, BUDGETS, strict=True)
+        [tokens[:budget]] * n for tokens, n, budget in zip(family.expected, SAMPLES, BUDGETS, strict=True)
     ]
-    assert engine.stats().rows_moved > 0
-    assert verify(groups, model).max_abs_diff < 1e-3
+    stats = engine.stats()
+    assert stats.rows_moved > 0
+    assert (stats.trims > 0) == (layout == "aligned")
+    assert verify(groups, family.model).max_abs_diff < 1e-3
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt-oss", "qwen3-next"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    cases(["llama", "gemma3", "gpt-oss", "qwen3-next", "bloom", "mpt"]),
+)
 def test_sampled_logprobs_are_those_of_a_teacher_forced_forward(
-    family: str, build: Any, small_config: Any, poison: Any, prompts_of: Any
+    name: str, layout: str, family_of: Any, poison: Any
 ) -> None:
-    model = family_model(family, build, small_config)
-    engine = poison(Engine(model, EngineConfig(num_slots=3, max_length=64)))
-    groups = engine.generate(prompts_of(LENGTHS), SamplingParams(n=2, max_new_tokens=NEW, temperature=0.7))
-    report = verify(groups, model)
+    family = family_of(name)
+    length = max(LENGTHS) + NEW
+    engine = poison(Engine(family.model, EngineConfig(num_slots=3, max_length=length, layout=layout)))
+    groups = engine.generate(family.prompts, SamplingParams(n=2, max_new_tokens=NEW, temperature=0.7))
+    report = verify(groups, family.model)
     assert report.num_samples == 12
     assert report.max_abs_diff < 1e-3

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from rollout_pool import (
+    CapacityError,
     ConfigError,
     Engine,
     EngineConfig,
@@ -18,9 +19,21 @@ from rollout_pool import (
 
 # What is refused, and which words of the message say why.
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "bloom": ("BloomConfig", {"n_layer": 2, "n_head": 4}, "BloomForCausalLM.*position"),
-    "mpt": ("MptConfig", {"d_model": 64, "n_layers": 2, "n_heads": 4}, "MptForCausalLM.*position"),
-    "falcon-alibi": ("FalconConfig", {"alibi": True}, "FalconForCausalLM.*ALiBi"),
+    "bloom": (
+        "BloomConfig",
+        {"n_layer": 2, "n_head": 4},
+        "BloomForCausalLM.*position.*set engine.layout to 'aligned'",
+    ),
+    "mpt": (
+        "MptConfig",
+        {"d_model": 64, "n_layers": 2, "n_heads": 4},
+        "MptForCausalLM.*position.*set engine.layout to 'aligned'",
+    ),
+    "falcon-alibi": (
+        "FalconConfig",
+        {"alibi": True},
+        "FalconForCausalLM.*ALiBi.*set engine.layout to 'aligned'",
+    ),
     "mamba": ("MambaConfig", {}, "MambaForCausalLM"),
     "falcon-h1": (
         "FalconH1Config",
@@ -86,6 +99,16 @@ def test_rows_never_outgrow_a_learned_position_table(
     assert groups[0].error is not None
     assert "256" in groups[0].error
     assert groups[1].error is None
+
+
+def test_a_row_longer_than_mpts_table_of_biases_is_refused_at_load(build: Any, small_config: Any) -> None:
+    """It has `max_seq_len` columns; past them the model fails in the middle of a run."""
+    model = build(
+        transformers.MptConfig(**small_config(d_model=64, n_heads=4, n_layers=2, max_seq_len=32)), gain=3.0
+    )
+    with pytest.raises(CapacityError, match=r"MptForCausalLM.*32 tokens.*max_length to at most 32, it is 33"):
+        Engine(model, EngineConfig(num_slots=2, max_length=33, layout="aligned"))
+    Engine(model, EngineConfig(num_slots=2, max_length=32, layout="aligned"))
 
 
 class _IgnoresMask(torch.nn.Module):
