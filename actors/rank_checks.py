@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from rollout_pool.actors.rank_records import Checked, Rolled, RollPlan, Share, States, TopTwo, Usage
 from rollout_pool.actors.rollout_actor import RankInfo, keep_checkout_off_path, prepare_thread
 from rollout_pool.config import PoolConfig
-from rollout_pool.types import RolloutRequest, SamplingParams
+from rollout_pool.types import RolloutGroup, RolloutRequest, SamplingParams
 
 if TYPE_CHECKING:
     import torch
@@ -185,29 +186,40 @@ class RankChecks:
 
 
 def roll(engine: Engine, plan: RollPlan) -> Rolled:
-    """Greedy tokens, then samples with the prompt computed once, then with it computed for each of them."""
+    """Greedy tokens; samples of one request per prompt; and the same samples as requests of their own.
 
-    def generate(params: SamplingParams) -> Any:
-        requests = [
-            RolloutRequest(list(prompt), request_id=index, seed=plan.seed)
-            for index, prompt in enumerate(plan.prompts)
-        ]
-        return engine.generate(requests, params)
+    A request's prompt is computed once, so the last ones have it computed for each sample.
+    """
 
-    budget: dict[str, Any] = {"max_new_tokens": plan.new_tokens, "ignore_eos": True}
-    greedy = generate(SamplingParams(temperature=0.0, **budget))  # it also warms the engine up
-    sampled = SamplingParams(n=plan.num_samples, **budget)
-    configured = engine.config
-    # Rank 0 alone decides how often a prompt is computed, and asks before every prompt.
-    engine.config = configured.model_copy(update={"prefix": "expand"})
+    def request(prompt: int, sample: int = 0) -> RolloutRequest:
+        return RolloutRequest(plan.prompts[prompt], seed=plan.seed, request_id=prompt, sample_offset=sample)
+
+    def params(n: int, temperature: float = 1.0) -> SamplingParams:
+        return SamplingParams(n=n, temperature=temperature, max_new_tokens=plan.new_tokens, ignore_eos=True)
+
+    prompts, samples = range(len(plan.prompts)), range(plan.num_samples)
+    whole = [request(prompt) for prompt in prompts]
+    greedy = engine.generate(whole, params(1, temperature=0.0))  # it also warms the engine up
     before = monotonic()
-    shared = generate(sampled)
+    shared = engine.generate(whole, params(plan.num_samples))
     seconds = monotonic() - before
-    engine.config = configured.model_copy(update={"prefix": "off"})
-    apart = generate(sampled)
-    engine.config = configured
+    single = engine.generate([request(p, sample) for p in prompts for sample in samples], params(1))
+    apart = [
+        _merged(prompt, single[prompt * plan.num_samples : (prompt + 1) * plan.num_samples])
+        for prompt in prompts
+    ]
     new_tokens = sum(len(sample.token_ids) for group in shared for sample in group.samples)
     return Rolled(greedy, shared, apart, new_tokens, seconds)
+
+
+def _merged(index: int, groups: Sequence[RolloutGroup]) -> RolloutGroup:
+    """Groups of one sample each as one group."""
+    return groups[0].replace(
+        index=index,
+        samples=[sample for group in groups for sample in group.samples],
+        error=next((group.error for group in groups if group.error is not None), None),
+        timing=replace(groups[0].timing, prefill_tokens=sum(group.timing.prefill_tokens for group in groups)),
+    )
 
 
 def levels(num_layers: int) -> list[int]:

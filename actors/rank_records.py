@@ -83,7 +83,7 @@ class Rolled:
     shared: list[RolloutGroup]
     """Samples whose prompt was computed once."""
     apart: list[RolloutGroup]
-    """The same samples with the prompt computed for each of them."""
+    """The same samples, each with a computation of the prompt of its own."""
     new_tokens: int
     """Of the shared samples, drawn in ``seconds``."""
     seconds: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,12 +10,10 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollout_pool.actors.rank_checks import RankChecks
 from rollout_pool.actors.rollout_actor import RankInfo
-from rollout_pool.actors.tensor_parallel import Bundle, rank_order
+from rollout_pool.actors.tensor_parallel import RankActors
 from rollout_pool.config import PoolConfig
 from rollout_pool.errors import ActorStartError, ConfigError, RolloutPoolError
 from rollout_pool.preflight import ActorResources, check_split, plan_actors
@@ -110,27 +109,42 @@ def rank_processes(config: PoolConfig, timeout_s: float) -> Iterator[RankProcess
     """
     check_split(config)
     asked = plan_actors(config, [node["Resources"] for node in ray.nodes() if node["Alive"]])
-    size, strategy = config.tensor_parallel_size, config.tensor_parallel_placement.upper()
-    placement = placement_group([asked.amounts or {"CPU": 0.001}] * size, strategy=strategy)
+    size = config.tensor_parallel_size
+    placement = RankActors(config, f"size {size}", asked.amounts, threads=asked.threads, device=asked.device)
     handles: list[Any] = []
     try:
-        if not placement.wait(timeout_seconds=max(1, int(timeout_s))):
-            raise ActorStartError(_no_room(size, asked, timeout_s))
-        for rank, bundle in enumerate(_bundles(placement, asked, timeout_s)):
-            handles.append(_start(config, rank, asked, _on(placement, bundle.index), timeout_s))
+        for rank, strategy in enumerate(_strategies(placement, size, asked, timeout_s)):
+            handles.append(_start(config, rank, asked, strategy, timeout_s))
         ranks = RankProcesses(handles, timeout_s)
         ranks.load()
         yield ranks
     finally:
         for handle in handles:
             ray.kill(handle)
-        remove_placement_group(placement)
+        placement.kill()
+
+
+def _strategies(placement: RankActors, size: int, asked: ActorResources, timeout_s: float) -> list[Any]:
+    """Where each rank is to run, in the order of ranks."""
+    if size == 1:
+        return [None]
+
+    async def reserve() -> list[Any]:
+        async with asyncio.timeout(timeout_s):
+            return [placement.on(bundle.index) for bundle in await placement.reserve()]
+
+    try:
+        return asyncio.run(reserve())
+    except TimeoutError:
+        raise ActorStartError(_no_room(size, asked, timeout_s)) from None
 
 
 def _start(config: PoolConfig, rank: int, asked: ActorResources, strategy: Any, timeout_s: float) -> Any:
     threads = str(asked.threads)
     # Before torch is imported: its threads would else wait by spinning, and Ray sets a number of its own.
     variables = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
+    if asked.device == "cpu":
+        variables["CUDA_VISIBLE_DEVICES"] = ""  # a rank on cores must not find a GPU that the node has
     options = {
         "num_cpus": asked.num_cpus,
         "num_gpus": asked.num_gpus,
@@ -139,31 +153,6 @@ def _start(config: PoolConfig, rank: int, asked: ActorResources, strategy: Any, 
     }
     how = {"threads": asked.threads, "device": asked.device, "timeout_s": timeout_s}
     return ray.remote(RankChecks).options(**options).remote(config, rank, **how)
-
-
-def _bundles(placement: Any, asked: ActorResources, timeout_s: float) -> list[Bundle]:
-    """The bundles in the order of ranks."""
-    nodes: dict[int, str] = placement_group_table(placement)["bundles_to_node_id"]
-    devices: list[str] = [""] * len(nodes)
-    if asked.num_gpus:
-        look = ray.remote(_first_gpu)
-        options = {"num_cpus": 0, "num_gpus": asked.num_gpus, "max_retries": 0}
-        refs = [
-            look.options(scheduling_strategy=_on(placement, index), **options).remote() for index in nodes
-        ]
-        devices = ray.get(refs, timeout=timeout_s)
-    return rank_order(
-        Bundle(index, node, device) for (index, node), device in zip(nodes.items(), devices, strict=True)
-    )
-
-
-def _on(placement: Any, index: int) -> PlacementGroupSchedulingStrategy:
-    return PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=index)
-
-
-def _first_gpu() -> str:
-    """Runs on a bundle: only a process there is told which GPU it has."""
-    return str(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
 
 
 def _no_room(size: int, asked: ActorResources, timeout_s: float) -> str:

@@ -36,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-float32", action="store_true", help="only the working dtype, when float32 has no room"
     )
+    parser.add_argument(
+        "--single-on-cpu", action="store_true", help="the single rank on cores, when no GPU holds the model"
+    )
     parser.add_argument("--prompts", metavar="FILE", help="prompts, or - for standard input (default: a few)")
     parser.add_argument("--num-prompts", type=int, default=8, metavar="N", help="use the first N (default 8)")
     parser.add_argument("--new-tokens", type=int, default=32, metavar="N", help="per sample (default 32)")
@@ -58,8 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verbose", action="store_true", help="show what Ray and the ranks log")
 
 
-def run(args: argparse.Namespace) -> int:
-    report = validate(args)
+def run(args: argparse.Namespace, after_load: AfterLoad | None = None) -> int:
+    """``after_load(model, rank)`` is called on every rank before it is checked."""
+    report = validate(args, after_load)
     if args.json is not None:
         _write(args.json, report)
     show(report)
@@ -67,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def validate(args: argparse.Namespace, after_load: AfterLoad | None = None) -> Report:
-    """Do what the arguments say. ``after_load(model, rank)`` runs on every rank before it is checked."""
+    """Measure and compare what the arguments say."""
     from rollout_pool.tp_validation.tolerances import parse_tolerances
 
     tolerances = parse_tolerances(args.tolerance)
@@ -87,7 +91,17 @@ def validate(args: argparse.Namespace, after_load: AfterLoad | None = None) -> R
         from rollout_pool.commands.rank_processes import rank_processes
 
         launch = partial(rank_processes, timeout_s=timeout_s)
-        return validate_sizes(config.pool, plan, sizes, dtypes, tolerances, launch, _say, after_load)
+        return validate_sizes(
+            config.pool,
+            plan,
+            sizes,
+            dtypes,
+            tolerances,
+            launch,
+            _say,
+            after_load,
+            single_on_cpu=args.single_on_cpu,
+        )
 
 
 def show(report: Report) -> None:
@@ -108,9 +122,7 @@ def parse_sizes(text: str) -> list[int]:
     sizes = set()
     for part in text.split(","):
         if not part.strip().isdecimal() or int(part) < 1:
-            raise ConfigError(
-                f"--tp {text}: {part.strip()!r} is not a number of ranks; expected 1,2,4 and the like"
-            )
+            raise ConfigError(f"--tp {text}: expected numbers of ranks, as in 1,2,4, got {part.strip()!r}")
         sizes.add(int(part))
     return sorted(sizes)
 
@@ -141,7 +153,7 @@ def _write(path: Path, report: Report) -> None:
     import json
 
     try:
-        path.write_text(json.dumps(report.as_json(), indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(report.as_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     except OSError as error:
         raise OutputFileError(f"cannot write {path}: {error.strerror}") from None
 

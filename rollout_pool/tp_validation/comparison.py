@@ -17,43 +17,47 @@ Numbers = npt.NDArray[np.floating]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Of two arrays; differences of several pairs add up to one."""
+    """Of two arrays; those of several pairs add up to one."""
 
     largest: float = 0.0
     total: float = 0.0
     count: int = 0
-    squares: float = 0.0
-    """Sum of the squares of the reference."""
 
     @classmethod
     def of(cls, got: Numbers, expected: Numbers) -> Difference:
-        """A number that is nan on one side only differs by inf."""
+        """Absolute. A number that is nan or infinite on one side only differs by inf."""
+        return cls._of(got, expected, np.ones(expected.shape))
+
+    @classmethod
+    def relative(cls, got: Numbers, expected: Numbers) -> Difference:
+        """Of vectors ``[..., n]``, each element's over its size plus the root mean square of its vector.
+
+        So neither a few huge elements, which hidden states have, nor elements near zero decide alone.
+        """
+        wide = np.abs(expected.astype(np.float64))
+        scale = wide + np.sqrt(np.mean(np.square(wide), axis=-1, keepdims=True))
+        return cls._of(got, expected, np.where(scale > 0, scale, 1.0))
+
+    @classmethod
+    def _of(cls, got: Numbers, expected: Numbers, scale: Numbers) -> Difference:
         if got.shape != expected.shape:
-            return cls(float("inf"), float("inf"), max(got.size, expected.size), 0.0)
-        difference = np.abs(got.astype(np.float64) - expected)
-        difference[np.isnan(got) & np.isnan(expected)] = 0.0
-        difference = np.nan_to_num(difference, nan=np.inf, posinf=np.inf)
-        squares = np.nan_to_num(np.square(expected, dtype=np.float64), posinf=0.0)
+            return cls(float("inf"), float("inf"), max(got.size, expected.size))
+        equal = (got == expected) | (np.isnan(got) & np.isnan(expected))
+        with np.errstate(invalid="ignore"):
+            difference = np.abs(got.astype(np.float64) - expected) / scale
+        difference = np.where(equal, 0.0, np.nan_to_num(difference, nan=np.inf, posinf=np.inf))
+        difference[~equal & ~(np.isfinite(got) & np.isfinite(expected))] = np.inf
         largest = float(difference.max()) if difference.size else 0.0
-        return cls(largest, float(difference.sum()), difference.size, float(squares.sum()))
+        return cls(largest, float(difference.sum()), difference.size)
 
     def __add__(self, other: Difference) -> Difference:
         return Difference(
-            max(self.largest, other.largest),
-            self.total + other.total,
-            self.count + other.count,
-            self.squares + other.squares,
+            max(self.largest, other.largest), self.total + other.total, self.count + other.count
         )
 
     @property
     def mean(self) -> float:
         return self.total / self.count if self.count else 0.0
-
-    @property
-    def scale(self) -> float:
-        """Root mean square of the reference, by which differences are measured; 1 when it is zero."""
-        mean_square = self.squares / self.count if self.count else 0.0
-        return float(mean_square**0.5) or 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,25 +113,27 @@ def _ranks(odd: list[int]) -> str:
 
 
 def _states(make: Make, measured: Measured, single: Measured, limits: Tolerances) -> list[Finding]:
-    found: dict[str, Difference] = {}
+    found: dict[str, tuple[Difference, Difference]] = {}
     for (_, mine), (_, other) in zip(measured.prompts, single.prompts, strict=True):
         got, expected = mine(), other()
         pairs = {name: (state, expected.hidden[name]) for name, state in got.hidden.items()}
         for name, pair in {**pairs, "logits": (got.logits, expected.logits)}.items():
-            found[name] = found.get(name, Difference()) + Difference.of(*pair)
-    return [_state(make, name, difference, limits) for name, difference in found.items()]
+            relative, absolute = found.get(name, (Difference(), Difference()))
+            found[name] = relative + Difference.relative(*pair), absolute + Difference.of(*pair)
+    return [_state(make, name, *both, limits) for name, both in found.items()]
 
 
-def _state(make: Make, name: str, difference: Difference, limits: Tolerances) -> Finding:
-    high, mean = difference.largest / difference.scale, difference.mean / difference.scale
+def _state(make: Make, name: str, relative: Difference, absolute: Difference, limits: Tolerances) -> Finding:
+    high, mean = relative.largest, relative.mean
     return make(
         name,
-        f"max {high:.1e}, mean {mean:.1e} of rms {difference.scale:.3g}",
+        f"relative max {high:.1e}, mean {mean:.1e}; absolute max {absolute.largest:.1e}",
         f"max {limits.states_max:g}, mean {limits.states_mean:g}",
         high <= limits.states_max and mean <= limits.states_mean,
-        max=difference.largest,
-        mean=difference.mean,
-        rms=difference.scale,
+        max=high,
+        mean=mean,
+        absolute_max=absolute.largest,
+        absolute_mean=absolute.mean,
     )
 
 
@@ -190,16 +192,20 @@ def _prefill(make: Make, measured: Measured, limits: Tolerances) -> Finding:
     shared, apart = measured.rolled.shared, measured.rolled.apart
     same, total = agreement(apart, shared)
     difference = logprob_difference(apart, shared)
+    computed = [sum(group.timing.prefill_tokens for group in groups) for groups in (shared, apart)]
     passed = same == total and difference.largest <= limits.prefill_logprobs
     return make(
         "shared prefill",
-        f"{same} of {total} tokens equal, logprobs max {difference.largest:.1e}",
+        f"{same} of {total} tokens equal, logprobs max {difference.largest:.1e}; "
+        f"{computed[0]} and {computed[1]} prompt tokens computed",
         f"all equal, max {limits.prefill_logprobs:g}",
         passed,
         [one.describe() for one in divergences(apart, shared)],
         equal=same,
         total=total,
         max=difference.largest,
+        shared_tokens=computed[0],
+        separate_tokens=computed[1],
     )
 
 

@@ -22,9 +22,12 @@ def validate(
     launch: Launch,
     say: Say = lambda _: None,
     after_load: AfterLoad | None = None,
+    *,
+    single_on_cpu: bool = False,
 ) -> Report:
     """Measure every size in every dtype and compare each with the single rank, which is added if need be.
 
+    ``single_on_cpu``: the single rank runs on cores, for a model that no device holds alone.
     A size that is refused or fails takes nothing from the others. Raises ConfigError when the model
     cannot be loaded at all.
     """
@@ -33,12 +36,15 @@ def validate(
         others = [
             measure(_of(config, size, dtype), plan, launch, say, after_load) for size in sizes if size > 1
         ]
-        single, rescored = measure_and_rescore(_of(config, 1, dtype), plan, launch, say, after_load, others)
+        alone = _of(config, 1, dtype, on_cpu=single_on_cpu)
+        single, rescored = measure_and_rescore(alone, plan, launch, say, after_load, others)
         for outcome in (single, *others):
             scored = dataclasses.replace(outcome, rescored=rescored.get(outcome.size))
             rows.append(Row(scored, findings(scored, single, tolerances[dtype])))
     return Report(config.model, config.tensor_parallel_backend, plan, rows)
 
 
-def _of(config: PoolConfig, size: int, dtype: Dtype) -> PoolConfig:
-    return config.model_copy(update={"tensor_parallel_size": size, "num_actors": 1, "dtype": dtype})
+def _of(config: PoolConfig, size: int, dtype: Dtype, *, on_cpu: bool = False) -> PoolConfig:
+    changes = {"tensor_parallel_size": size, "num_actors": 1, "dtype": dtype}
+    shared = {"engine": config.engine.model_copy(update={"prefix": "expand"})}
+    return config.model_copy(update={**changes, **shared, **({"gpus_per_actor": 0} if on_cpu else {})})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -97,12 +98,7 @@ def _row_as_json(row: Row) -> dict[str, Any]:
         "status": status,
         "reason": outcome.refused or outcome.failed,
         "findings": [
-            {
-                name: value
-                for name, value in dataclasses.asdict(finding).items()
-                if name not in ("size", "dtype")
-            }
-            for finding in row.findings
+            {**dataclasses.asdict(finding), "values": _json_values(finding)} for finding in row.findings
         ],
     }
     if outcome.measured is not None:
@@ -121,6 +117,12 @@ def _row_as_json(row: Row) -> dict[str, Any]:
             for place, shares, usage in _by_rank(outcome)
         ]
     return found
+
+
+def _json_values(finding: Finding) -> dict[str, float | str]:
+    """JSON has no number for inf and nan: they are text."""
+    values = finding.values or {}
+    return {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
 
 
 def _by_rank(outcome: Outcome) -> Iterator[tuple[Any, Any, Any]]:

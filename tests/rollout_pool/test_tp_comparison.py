@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -125,8 +125,29 @@ def test_a_difference_is_that_of_numpy_and_adds_up(expected: Any, data: Any) -> 
     for one in (whole, parts):
         assert one.largest == wide.max()
         assert one.mean == pytest.approx(wide.mean())
-        rms = float(np.sqrt(np.mean(np.square(expected, dtype=np.float64))))
-        assert one.scale == pytest.approx(rms or 1.0)
+
+
+@given(
+    hnp.arrays(np.float32, st.integers(1, 20), elements=st.integers(-80, 80)),
+    st.sampled_from([0.125, 0.3, 8.0, 1000.0]),
+)
+@settings(deadline=None)
+def test_a_relative_difference_does_not_depend_on_scale(expected: Any, factor: float) -> None:
+    assume(expected.any())
+    got = expected + np.float32(0.5)
+    plain = Difference.relative(got[None], expected[None])
+    scaled = Difference.relative(got[None] * factor, expected[None] * factor)
+    assert scaled.largest == pytest.approx(plain.largest, rel=1e-5)
+    assert 0 < plain.largest <= 0.5 / float(np.sqrt(np.mean(expected**2))) + 1e-6
+
+
+def test_a_relative_difference_is_over_element_and_vector() -> None:
+    expected = np.float32([[3.0, -4.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])  # rms 2.5 and 0
+    got = expected + np.float32([[0.0, 0.0, 0.5, 0.0], [0.25, 0.0, 0.0, 0.0]])
+    found = Difference.relative(got, expected)
+    assert found.largest == 0.25
+    assert found.mean == pytest.approx((0.5 / 2.5 + 0.25) / 8)
+    assert Difference.relative(expected * 1.01, expected).largest == pytest.approx(0.04 / 6.5, rel=1e-3)
 
 
 def test_a_nan_on_one_side_is_an_infinite_difference() -> None:
@@ -134,6 +155,10 @@ def test_a_nan_on_one_side_is_an_infinite_difference() -> None:
     assert Difference.of(nan, one).largest == math.inf
     assert Difference.of(one, nan).largest == math.inf
     assert Difference.of(np.float32([np.inf]), one).largest == math.inf
+    assert Difference.of(one, np.float32([-np.inf])).largest == math.inf
+    assert Difference.of(np.float32([np.inf]), np.float32([np.inf])).largest == 0.0
+    assert Difference.relative(np.float32([[np.nan, 1]]), np.float32([[1, 1]])).largest == math.inf
+    assert Difference.relative(np.float32([[1, 1]]), np.float32([[np.nan, 1]])).largest == math.inf
     assert Difference.of(nan, nan).largest == 0.0
     assert Difference.of(one, np.float32([1.0, 2.0])).largest == math.inf
 

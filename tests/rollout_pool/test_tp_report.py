@@ -162,7 +162,7 @@ def broken(rank: int, plan: RollPlan) -> Rolled | None:
             ["parameters"],
             "  rank 1: w (split in dimension 0): 1 of 8 elements are not the checkpoint's",
         ),
-        ({"states": logits_off}, ["logits"], "FAILED size 2, float32, logits: max 1.0e-02, mean 1.0e-02 of rms 1 (tolerance: max 0.001, mean 1e-05)"),
+        ({"states": logits_off}, ["logits"], "FAILED size 2, float32, logits: relative max 5.0e-03, mean 5.0e-03; absolute max 1.0e-02 (tolerance: max 0.001, mean 1e-05)"),
         ({"states": other_bits}, ["same bits on ranks"], "  prompt 0, logits: other bits on rank 1"),
         ({"all_reduce": lambda rank: Checked({"sum": str(rank)})}, ["same bits on ranks"], "  sum: other bits on rank 1"),
         ({"roll": parted}, ["greedy tokens"], "  prompt 0, sample 0, position 2: token 9, not token 3; here 2 for 9"),
@@ -244,5 +244,5 @@ def test_the_table_and_the_json_hold_every_figure() -> None:
     assert two["tokens_per_second"] == 6.0
     assert [rank["kv_bytes"] for rank in two["ranks"]] == [2**21, 2**21]
     logits = next(found for found in two["findings"] if found["check"] == "logits")
-    assert logits["values"] == {"max": 0.0, "mean": 0.0, "rms": 1.0}
+    assert logits["values"] == {"max": 0.0, "mean": 0.0, "absolute_max": 0.0, "absolute_mean": 0.0}
     assert data["violations"][0].startswith("FAILED size 3")
