@@ -151,6 +151,8 @@ class RankActors:
 
     def _create(self, rank: int, strategy: Any | None) -> Any:
         threads = str(self._threads)
+        # Transformers shards onto whatever accelerator a process sees.
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if self._size > 1 and self._device == "cpu" else {}
         options = {
             "num_cpus": self._amounts.get("CPU", 0),
             "num_gpus": self._amounts.get("GPU", 0),
@@ -163,6 +165,7 @@ class RankActors:
                     "OMP_NUM_THREADS": threads,
                     "MKL_NUM_THREADS": threads,
                     "OMP_WAIT_POLICY": "PASSIVE",
+                    **hidden,
                 }
             },
         }

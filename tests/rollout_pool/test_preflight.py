@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_pool.config import PoolConfig
-from rollout_pool.errors import CapacityError, ConfigError
-from rollout_pool.preflight import check_paths, plan_actors, span_warning
+from rollout_pool.errors import CapacityError, ConfigError, UnsupportedModelError
+from rollout_pool.preflight import check_paths, check_split, plan_actors, span_warning
 
 
 def plan(num_actors: int, *nodes: dict[str, float], **config: object):
@@ -219,3 +219,17 @@ def test_local_paths_that_cannot_be_loaded_are_refused(
     with pytest.raises(ConfigError) as caught:
         check_paths(PoolConfig(**config))
     assert str(caught.value) == message
+
+
+def test_model_that_the_ranks_cannot_split_is_refused_from_its_config(tiny_model_dir: str) -> None:
+    for size in (1, 2):
+        check_split(PoolConfig(model=tiny_model_dir, tensor_parallel_size=size))
+    with pytest.raises(UnsupportedModelError, match="2 KV heads cannot be divided by tensor_parallel_size 4"):
+        check_split(PoolConfig(model=tiny_model_dir, tensor_parallel_size=4))
+    check_split(PoolConfig(model="owner/name", tensor_parallel_size=4))  # for the ranks to find out
+
+
+def test_config_that_cannot_be_read_is_an_error_before_ranks_start(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "none such"}')
+    with pytest.raises(ConfigError, match="cannot load model .*none such"):
+        check_split(PoolConfig(model=str(tmp_path), tensor_parallel_size=2))

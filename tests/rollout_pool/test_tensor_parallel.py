@@ -125,7 +125,7 @@ def test_two_groups_of_two_ranks_give_what_one_engine_gives(pool, tiny_model_dir
     assert {rank.device for info in found for rank in info.ranks} == {"cpu"}
     assert placement_groups() == 2
 
-    groups = ray.get(pool.rollout.remote(PROMPTS, SAMPLING), timeout=120)
+    groups = ray.get(pool.rollout.remote(PROMPTS, SAMPLING), timeout=180)
     alone = Engine(tiny_model_dir, ENGINE).generate(PROMPTS, SAMPLING)
     assert contents(groups) == contents(alone)
     assert {group.timing.actor for group in groups} == {"actor-0", "actor-1"}
@@ -139,12 +139,12 @@ def test_two_groups_of_two_ranks_give_what_one_engine_gives(pool, tiny_model_dir
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, 0], ids=["follower", "leader"])
 def test_killed_rank_ends_its_group_and_nothing_is_lost_or_different(pool, rank: int) -> None:
-    wait_until(lambda: balance(pool).num_actors == 2, 120, "the pool is not whole")
-    expected = contents(ray.get(pool.rollout.remote(PROMPTS, SAMPLING), timeout=120))
+    wait_until(lambda: balance(pool).num_actors == 2, 180, "the pool is not whole")
+    expected = contents(ray.get(pool.rollout.remote(PROMPTS, SAMPLING), timeout=180))
     before, victims = balance(pool), [place.pid for place in infos(pool)[0].ranks]
     groups = []
     for ref in pool.stream.remote(PROMPTS, SAMPLING):
-        groups.append(ray.get(ref, timeout=120))
+        groups.append(ray.get(ref, timeout=180))
         if len(groups) == 1:
             os.kill(victims[rank], signal.SIGKILL)
         balance(pool)
@@ -154,28 +154,28 @@ def test_killed_rank_ends_its_group_and_nothing_is_lost_or_different(pool, rank:
     assert after.actors_lost - before.actors_lost == 1
     assert after.replayed > before.replayed
     wait_until(lambda: are_gone(victims), 30, "a rank outlived its group")
-    wait_until(lambda: balance(pool).num_actors == 2, 120, "the lost group was not replaced")
+    wait_until(lambda: balance(pool).num_actors == 2, 180, "the lost group was not replaced")
     assert placement_groups() == 2
     assert not {place.pid for info in infos(pool) for place in info.ranks} & set(victims)
-    served = ray.get(pool.rollout.remote(PROMPTS, SAMPLING), timeout=120)
+    served = ray.get(pool.rollout.remote(PROMPTS, SAMPLING), timeout=180)
     assert contents(served) == expected
     assert len({group.timing.actor for group in served}) == 2  # the new one, too
 
 
 @pytest.mark.slow
 def test_death_of_a_follower_is_noticed_while_its_group_is_idle(pool) -> None:
-    wait_until(lambda: balance(pool).num_actors == 2, 120, "the pool is not whole")
+    wait_until(lambda: balance(pool).num_actors == 2, 180, "the pool is not whole")
     before = balance(pool).actors_lost
     os.kill(infos(pool)[1].ranks[1].pid, signal.SIGKILL)
     wait_until(lambda: balance(pool).actors_lost == before + 1, 10, "nobody noticed")
-    wait_until(lambda: balance(pool).num_actors == 2, 120, "the lost group was not replaced")
+    wait_until(lambda: balance(pool).num_actors == 2, 180, "the lost group was not replaced")
 
 
 @pytest.mark.slow
 def test_group_without_room_raises_within_its_deadline_and_says_what_is_missing(
     pool, tiny_model_dir: str
 ) -> None:
-    wait_until(lambda: balance(pool).num_actors == 2, 120, "the pool is not whole")
+    wait_until(lambda: balance(pool).num_actors == 2, 180, "the pool is not whole")
     started = time.monotonic()
     crowded = RolloutPool.remote(config(tiny_model_dir, cpus_per_actor=3, start_timeout_s=2.0))
     with pytest.raises(ActorStartError) as caught:
@@ -197,7 +197,7 @@ def test_what_cannot_be_is_refused_in_the_driver(cluster: None, tiny_model_dir: 
     )
     with pytest.raises(CapacityError, match="the cluster has 8 CPUs and 0 GPUs"):
         RolloutPool.remote(config(tiny_model_dir, gpus_per_actor=1))
-    with pytest.raises(UnsupportedModelError, match="2"):
+    with pytest.raises(UnsupportedModelError, match="2 KV heads cannot be divided by tensor_parallel_size 4"):
         RolloutPool.remote(config(tiny_model_dir, tensor_parallel_size=4))
 
 
@@ -215,7 +215,7 @@ def assert_nothing_is_left(created: int) -> None:
 
 @pytest.mark.slow
 def test_rank_that_dies_while_it_loads_is_an_error_and_leaves_nothing(pool, tiny_model_dir: str) -> None:
-    wait_until(lambda: balance(pool).num_actors == 2, 120, "the pool is not whole")
+    wait_until(lambda: balance(pool).num_actors == 2, 180, "the pool is not whole")
     starting = RolloutPool.remote(config(tiny_model_dir, start_timeout_s=100.0))
     wait_until(lambda: bool(starting_followers(starting)), 30, "no rank was started")
     (follower,) = starting_followers(starting)
@@ -231,19 +231,19 @@ def test_rank_that_dies_while_it_loads_is_an_error_and_leaves_nothing(pool, tiny
 def test_ranks_that_cannot_load_are_an_error_and_leave_nothing(
     pool, tiny_model_dir: str, tmp_path: Path
 ) -> None:
-    wait_until(lambda: balance(pool).num_actors == 2, 120, "the pool is not whole")
+    wait_until(lambda: balance(pool).num_actors == 2, 180, "the pool is not whole")
     folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     broken = RolloutPool.remote(config(str(folder), start_timeout_s=100.0))
-    with pytest.raises(ConfigError, match="cannot load model"):
+    with pytest.raises(ConfigError, match="cannot load a shard of model"):
         ray.get(broken.ready.remote(), timeout=90)
     assert_nothing_is_left(2)
 
 
 @pytest.mark.slow
 def test_ranks_end_with_their_pool_and_give_back_what_they_held(pool, tiny_model_dir: str) -> None:
-    wait_until(lambda: balance(pool).num_actors == 2, 120, "the pool is not whole")
+    wait_until(lambda: balance(pool).num_actors == 2, 180, "the pool is not whole")
     dropped = RolloutPool.remote(config(tiny_model_dir, cpus_per_actor=2))
     pids = [place.pid for place in infos(dropped)[0].ranks]
     del dropped
