@@ -23,7 +23,7 @@ class Draw:
     def __init__(self, setting: Setting, name: str) -> None:
         self.device = setting.device
         self._random: random.Random = setting.random(name)
-        self._generator = torch.Generator().manual_seed(self._random.getrandbits(48))
+        self._generator = torch.Generator(setting.device).manual_seed(self._random.getrandbits(48))
 
     def number(self, low: int, high: int) -> int:
         """From ``low`` to ``high``, both included."""
@@ -41,11 +41,13 @@ class Draw:
         """Every pattern of bits, also those that are no numbers."""
         word = WORDS[dtype.itemsize]
         low, high = torch.iinfo(word).min, torch.iinfo(word).max
-        drawn = torch.randint(low, high, tuple(shape), generator=self._generator, dtype=word)
-        return drawn.to(self.device).view(dtype)
+        drawn = torch.randint(
+            low, high, tuple(shape), generator=self._generator, dtype=word, device=self.device
+        )
+        return drawn.view(dtype)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.randn(*shape, generator=self._generator).to(dtype).to(self.device)
+        return torch.randn(*shape, generator=self._generator, device=self.device).to(dtype)
 
 
 class GuardedCaches:
