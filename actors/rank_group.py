@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore  # torch.distributed hides it from type checkers
 
 from rollout_pool.actors.rank_messages import Announcer, Listener
 from rollout_pool.errors import ActorStartError, CapacityError
@@ -59,14 +60,14 @@ def place_rank(
     return Place(index, local_size, torch.device(wanted.type, index))
 
 
-def open_store(host: str | None = None) -> tuple[dist.TCPStore, str]:
+def open_store(host: str | None = None) -> tuple[TCPStore, str]:
     """The meeting point of a group, on a free port of this host. For rank 0.
 
     Returns the store, which must be kept as long as the group, and its address as ``host:port``.
     ``host`` is the name or address under which the other ranks reach this one; by default the address
     of the interface that leads out of this host.
     """
-    store = dist.TCPStore(host or own_address(), 0, is_master=True, wait_for_workers=False)
+    store = TCPStore(host or own_address(), 0, is_master=True, wait_for_workers=False)
     return store, f"{store.host}:{store.port}"
 
 
@@ -111,7 +112,7 @@ class RankGroup:
         size: int,
         device: str,
         *,
-        store: dist.TCPStore | None = None,
+        store: TCPStore | None = None,
         timeout_s: float,
     ) -> RankGroup:
         """Meet the other ranks at ``address``, where rank 0 has opened ``store``; returns when all are there.
@@ -179,7 +180,7 @@ class RankGroup:
 
 
 def _connect(
-    store: dist.TCPStore, rank: int, size: int, host: str, is_one_host: bool, timeout_s: float
+    store: TCPStore, rank: int, size: int, host: str, is_one_host: bool, timeout_s: float
 ) -> Announcer | Listener:
     """The connection for messages; rank 0 says through the store where and with which token."""
     if rank == 0:
@@ -191,15 +192,15 @@ def _connect(
     return Listener(host, int(port), token, rank, timeout_s)
 
 
-def _reach(address: str, rank: int, limit: timedelta) -> dist.TCPStore:
+def _reach(address: str, rank: int, limit: timedelta) -> TCPStore:
     host, _, port = address.rpartition(":")
     try:
-        return dist.TCPStore(host, int(port), is_master=False, timeout=limit)
+        return TCPStore(host, int(port), is_master=False, timeout=limit)
     except RuntimeError as error:
         raise ActorStartError(f"rank {rank} cannot reach rank 0 at {address}: {_one_line(error)}") from error
 
 
-def _meet(store: dist.TCPStore, rank: int, size: int, limit: timedelta) -> list[str]:
+def _meet(store: TCPStore, rank: int, size: int, limit: timedelta) -> list[str]:
     """Wait for all ranks; returns the host of each."""
     keys = [f"rollout_pool/host/{other}" for other in range(size)]
     try:
