@@ -16,8 +16,9 @@ import rollout_pool
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("rollout_pool", "actors", "kernels")
-RAY_USERS = ("pool", "recovery", "weight_sync", "actors.tensor_parallel", "cli", "commands")
+RAY_USERS = ("pool", "recovery", "weight_sync", "actors.tensor_parallel", "adapters.rollouts", "cli", "commands")
 FOUNDATION = ("types", "config", "errors", "requests")
+OTHER_TRAINERS = ("deepspeed", "trl", "verl", "tensordict", "datasets", "accelerate")
 PUBLIC = {
     "ActorLostError",
     "ActorStartError",
@@ -112,6 +113,20 @@ def test_parts_of_the_pool_do_not_import_it() -> None:
         assert not {i for i in found if is_in(i, ("rollout_pool.pool", "rollout_pool.cli"))}, name
 
 
+def test_an_adapter_knows_its_own_library_and_none_of_the_others() -> None:
+    ours = tuple(f"rollout_pool.{name}" for name in (*FOUNDATION, "adapters", "actors.engine"))
+    for name, found in imports_of("adapters").items():
+        assert {i for i in found if i.startswith("rollout_pool.") and not is_in(i, ours)} == set(), name
+        library = name.removeprefix("adapters.")
+        assert {i for i in found if is_in(i, OTHER_TRAINERS) and not is_in(i, (library,))} == set(), name
+
+
+def test_nothing_depends_on_the_adapters() -> None:
+    for name, path in modules():
+        if not is_in(name, ("adapters",)):
+            assert not {i for i in imports(path) if is_in(i, ("rollout_pool.adapters",))}, name
+
+
 def test_only_the_command_line_imports_the_commands() -> None:
     for name, path in modules():
         if not is_in(name, ("cli", "commands", "__main__")):
@@ -139,9 +154,12 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         rollout_pool.Rollouts  # noqa: B018
 
 
-@pytest.mark.parametrize("module", ["rollout_pool", "rollout_pool.cli", "rollout_pool.types"])
+@pytest.mark.parametrize(
+    "module",
+    ["rollout_pool", "rollout_pool.adapters", "rollout_pool.adapters.trl", "rollout_pool.cli", "rollout_pool.types"],
+)
 def test_importing_loads_neither_torch_nor_ray(module: str) -> None:
-    heavy = "{'torch', 'ray', 'transformers', 'pyarrow'}"
+    heavy = "{'torch', 'ray', 'transformers', 'pyarrow', 'deepspeed', 'trl', 'verl'}"
     code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
