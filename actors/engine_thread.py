@@ -7,6 +7,7 @@ import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, NoReturn
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from rollout_pool.actors.engine import Engine
 
 logger = logging.getLogger(__name__)
+
+LAST_WORDS_S = 2.0
+"""A process that failed lives on for so long, so that an answer can tell why it failed."""
 
 
 class EngineThread:
@@ -52,6 +56,23 @@ class EngineThread:
     def abort(self, request_id: str | int) -> None:
         """Stop the groups of this id; they finish with what they have so far."""
         self._commands.put(lambda engine: engine.abort(request_id))
+
+    def call(self, function: Callable[[Engine], object]) -> Future[None]:
+        """Call ``function`` in the engine's thread between two steps. If it fails, so has the engine."""
+        done: Future[None] = Future()
+
+        def command(engine: Engine) -> None:
+            try:
+                function(engine)
+            except BaseException as error:
+                done.set_exception(error)
+                time.sleep(LAST_WORDS_S)
+                raise
+            self.stats = engine.stats()
+            done.set_result(None)
+
+        self._commands.put(command)
+        return done
 
     def stop(self) -> None:
         """End the thread after the step it is in, and wait for that."""

@@ -10,19 +10,21 @@ import logging
 import threading
 import time
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
-from rollout_pool.actors.engine_thread import end_process
+from rollout_pool.actors.engine_thread import LAST_WORDS_S, end_process
 from rollout_pool.actors.rollout_actor import RankInfo, keep_checkout_off_path, prepare_thread, start_error
+from rollout_pool.actors.weight_receiver import WeightReceiver
 from rollout_pool.config import PoolConfig
 from rollout_pool.errors import RolloutPoolError
 
+if TYPE_CHECKING:
+    from rollout_pool.actors.worker import Worker
+
 logger = logging.getLogger(__name__)
 
-LAST_WORDS_S = 2.0
-"""A failed rank lives on for so long, so that an answer can tell why it failed."""
 
-
-class FollowerActor:
+class FollowerActor(WeightReceiver):
     """Rank ``rank`` of a tensor-parallel group. Its thread joins, loads its shard and replays rank 0's steps.
 
     When the thread fails, :meth:`ping` raises why, and soon after the process exits.
@@ -90,5 +92,9 @@ class FollowerActor:
             dtype=config.dtype,
             backend=config.tensor_parallel_backend,
             trust_remote_code=config.trust_remote_code,
-            on_loaded=lambda: self._loaded.set_result(None),
+            on_loaded=self._on_loaded,
         )
+
+    def _on_loaded(self, worker: Worker) -> None:
+        self.receive_weights(worker)
+        self._loaded.set_result(None)

@@ -108,7 +108,7 @@ def follow(
     dtype: Dtype = "auto",
     backend: TensorParallelBackend = "transformers",
     trust_remote_code: bool = False,
-    on_loaded: Callable[[], None] = lambda: None,
+    on_loaded: Callable[[Worker], None] = lambda _: None,
 ) -> None:
     """Be one of the other ranks: load this rank's shard, then do what rank 0 does, until it stops.
 
@@ -129,7 +129,7 @@ def follow(
         backend=backend,
     )
     worker = Worker(served, config)
-    on_loaded()
+    on_loaded(worker)
     replay(worker, group)
 
 

@@ -14,10 +14,12 @@ import sys
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import rollout_pool
 from rollout_pool.actors.engine_thread import EngineThread
+from rollout_pool.actors.weight_receiver import WeightReceiver
+from rollout_pool.actors.weight_records import WeightReceipt
 from rollout_pool.config import PoolConfig
 from rollout_pool.errors import ActorStartError, PoolClosedError, RolloutPoolError
 from rollout_pool.requests import failed_group
@@ -59,7 +61,7 @@ class ActorInfo:
     """Every process of the engine, in the order of ranks; the first is the actor itself."""
 
 
-class RolloutActor:
+class RolloutActor(WeightReceiver):
     """One engine behind asynchronous calls. ``run`` may be called many times at once.
 
     Loading starts at once, in the engine's thread, so that :meth:`place` can answer while it goes
@@ -125,6 +127,14 @@ class RolloutActor:
         """Stop the groups of this id; what they have so far comes back through :meth:`run`."""
         self._engine.abort(request_id)
 
+    async def commit_weights(self, version: int, kv: Literal["recompute", "keep"]) -> WeightReceipt:
+        """Write the staged weights on all ranks, between two steps of the engine; see :class:`Engine`.
+
+        The process does not outlive a failure here, for its weights are neither the old nor the new ones.
+        """
+        await asyncio.wrap_future(self._engine.call(lambda engine: engine.update_weights(version, kv=kv)))
+        return await self.weight_receipt(version)
+
     async def stats(self) -> EngineStats:
         """Counters of the engine as of its last step."""
         return self._engine.stats
@@ -163,6 +173,7 @@ class RolloutActor:
             group=self._gather() if is_split else None,
             backend=config.tensor_parallel_backend,
         )
+        self.receive_weights(engine.batch.worker)
         threads, plan = torch.get_num_threads(), engine.memory_plan.describe()
         place = RankInfo.here(0, self._device)
         self._info = ActorInfo(self.name, place.pid, self._device, threads, plan, (place,))

@@ -86,6 +86,11 @@ class RankActors:
         """The Ray handle of the :class:`RolloutActor`, which is rank 0."""
         return self._handles[0]
 
+    @property
+    def handles(self) -> tuple[Any, ...]:
+        """The Ray handles of all ranks, the leader's first."""
+        return tuple(self._handles)
+
     async def start(self) -> ActorInfo:
         """Find room, start all processes, and wait until the engine is loaded on all of them.
 

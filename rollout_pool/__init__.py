@@ -31,6 +31,7 @@ _HOME = {
     "ActorStartError": "rollout_pool.errors",
     "ActorLostError": "rollout_pool.errors",
     "PoolClosedError": "rollout_pool.errors",
+    "WeightSyncError": "rollout_pool.errors",
     "VerificationError": "rollout_pool.errors",
 }
 
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from rollout_pool.errors import RolloutPoolError as RolloutPoolError
     from rollout_pool.errors import UnsupportedModelError as UnsupportedModelError
     from rollout_pool.errors import VerificationError as VerificationError
+    from rollout_pool.errors import WeightSyncError as WeightSyncError
     from rollout_pool.pool import RolloutPool as RolloutPool
     from rollout_pool.types import RolloutGroup as RolloutGroup
     from rollout_pool.types import RolloutRequest as RolloutRequest

@@ -10,6 +10,7 @@
     ├── ActorStartError         a rollout actor did not come up within its deadline
     ├── ActorLostError          a rollout actor died more often than the replays allowed
     ├── PoolClosedError         the pool was shut down
+    ├── WeightSyncError         new weights were refused or did not arrive; the old ones go on
     └── VerificationError       log-probabilities differ by more than the stated tolerance
 
 Each message names the input at fault and the way out. A message stays one line, so that the
@@ -57,6 +58,10 @@ class ActorLostError(RolloutPoolError, RuntimeError):
 
 class PoolClosedError(RolloutPoolError, RuntimeError):
     """The pool was shut down and takes no more work."""
+
+
+class WeightSyncError(RolloutPoolError, RuntimeError):
+    """New weights were refused or did not arrive; the message names the tensors, and the old weights serve."""
 
 
 class VerificationError(RolloutPoolError, RuntimeError):

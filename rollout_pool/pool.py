@@ -15,18 +15,19 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
 
 from rollout_pool.actors.rollout_actor import ActorInfo
+from rollout_pool.actors.weight_records import WeightReceipt
 from rollout_pool.background import TaskSet
 from rollout_pool.config import PoolConfig
+from rollout_pool.dispatch import Dispatcher
 from rollout_pool.errors import ConfigError, PoolClosedError, RolloutPoolError
 from rollout_pool.ledger import Job, Ledger
 from rollout_pool.preflight import ActorResources, check_paths, check_split, plan_actors, span_warning
-from rollout_pool.recovery import Crew, Member, one_line
+from rollout_pool.recovery import Crew, one_line
 from rollout_pool.requests import call_seed, resolve_requests
-from rollout_pool.routing import WorkQueue, next_actor
 from rollout_pool.types import PoolStats, Prompt, RolloutGroup, RolloutRequest, SamplingParams
+from rollout_pool.weight_sync.session import Kv, Policy, WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +43,9 @@ class RolloutPool:
         pool = RolloutPool.remote(PoolConfig(model="...", num_actors=2))
         groups = ray.get(pool.rollout.remote(prompts, SamplingParams(n=8)))
 
-    The pool lives as long as its handle, like any Ray actor. ``ray.kill`` ends it as well; only what a
-    tensor-parallel pool has reserved then stays so, until the next such pool looks for room, or the
-    driver ends.
+    The pool lives as long as its handle, like any Ray actor. A tensor-parallel pool is best ended by
+    ``shutdown``: after ``ray.kill``, and on older versions of Ray after its handle is dropped, what it
+    reserved stays so until the next such pool looks for room, or the driver ends.
     """
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -96,11 +97,22 @@ class PoolActor:
     def __init__(self, config: PoolConfig, resources: ActorResources) -> None:
         self._config = config
         self._calls = itertools.count()
-        self._queue = WorkQueue()
         self._ledger = Ledger(config.max_replays)
         self._fault: RolloutPoolError | None = None
         self._tasks = TaskSet(on_error=self._on_background_error)
-        self._crew = Crew(config, resources, self._tasks, on_room=self._dispatch, on_exhausted=self._stop)
+        self._crew = Crew(
+            config,
+            resources,
+            self._tasks,
+            on_room=lambda: self._dispatcher.dispatch(),
+            on_exhausted=self._stop,
+            joining=lambda *arguments: self._sync.joining(*arguments),
+        )
+        members, lose = self._crew.members, self._crew.lose
+        self._dispatcher = Dispatcher(
+            self._ledger, self._tasks, members, lose, present_version=lambda: self._sync.version
+        )
+        self._sync = WeightSync(members, self._tasks, lose, self._dispatcher.stopped)
         self._started = asyncio.Event()
         self._tasks.start(self._start())
 
@@ -129,7 +141,7 @@ class PoolActor:
         try:
             return list(await asyncio.gather(*(job.done for job in jobs)))
         finally:
-            self._abandon(jobs)
+            self._dispatcher.abandon(jobs)
 
     async def stream(
         self,
@@ -146,7 +158,38 @@ class PoolActor:
             for finished in asyncio.as_completed([job.done for job in jobs]):
                 yield await finished
         finally:
-            self._abandon(jobs)
+            self._dispatcher.abandon(jobs)
+
+    async def sync_weights(
+        self,
+        source: Any,
+        version: int | None = None,
+        *,
+        policy: Policy = "drain",
+        kv: Kv = "recompute",
+        timeout_s: float = 600.0,
+    ) -> list[WeightReceipt]:
+        """Bring every rank of every actor to new weights, or none; returns a receipt per rank.
+
+        Args:
+            source: a :class:`~rollout_pool.weight_sync.Shipment`, which ``ship`` makes of a model, a
+                DeepSpeed engine, a state dict or a checkpoint; or the handle of a trainer that is a
+                :class:`~rollout_pool.weight_sync.WeightSource`, or the handles of all its ranks; or a
+                checkpoint's path or a state dict, which the pool then ships itself.
+            version: above the present one; by default the next.
+            policy: what becomes of groups that an actor has. ``drain``: they finish first. ``abort``:
+                they come back with what they have, ``finish_reason`` "aborted", to be resumed; those
+                without a token start anew. ``in_flight``: they go on with the new weights from one
+                token to the next.
+            kv: under ``in_flight``, whether KV of the old weights is computed again or kept.
+            timeout_s: until the weights are everywhere, checked, and the actors ready to write them.
+
+        Raises :class:`WeightSyncError` when the update is not above the present version, incomplete, or
+        does not fit; it names the tensors, and the present weights go on. Syncs run one after the other.
+        """
+        await self._started.wait()
+        self._require_open()
+        return await self._sync.run(source, version, policy, kv, timeout_s)
 
     async def num_actors(self) -> int:
         """How many actors are up and serve."""
@@ -163,9 +206,10 @@ class PoolActor:
             cancelled=ledger.cancelled,
             in_flight=ledger.in_flight,
             replayed=ledger.replayed,
-            queued=len(self._queue),
+            queued=self._dispatcher.num_queued,
             actors_lost=self._crew.num_lost,
             num_actors=len(self._crew.members),
+            weight_version=self._sync.version,
             actors=actors,
         )
 
@@ -188,48 +232,7 @@ class PoolActor:
         requests = resolve_requests(prompts, sampling, seed=seed)
         await self._started.wait()
         self._require_open()
-        jobs = [self._ledger.open(request) for request in requests]
-        for job in jobs:
-            self._queue.push(job.work)
-        self._dispatch()
-        return jobs
-
-    def _dispatch(self) -> None:
-        """Send waiting groups out for as long as an actor has room."""
-        members = self._crew.members
-        while len(self._queue):
-            name = next_actor(member.load for member in members.values())
-            if name is None:
-                return
-            job = self._ledger.open_jobs[self._queue.pop().ticket]
-            member = members[name]
-            member.load = member.load.on_submitted(job.work)
-            self._tasks.start(self._run(job, member))
-
-    async def _run(self, job: Job, member: Member) -> None:
-        """One group on one actor: delivered, or back in the queue when the actor is lost."""
-        job.actor = member.name
-        try:
-            group = await member.handle.run.remote(job.for_engine())
-            self._ledger.deliver(job, group)
-        except RayTaskError as error:  # the actor lives, and refused
-            self._ledger.fail(job, f"{member.name}: {one_line(error.cause)}")
-        except RayError as error:
-            self._crew.lose(member, one_line(error))
-            if self._ledger.may_replay(job, one_line(error)):
-                self._queue.push(job.work)
-        member.load = member.load.on_completed(job.work)
-        self._dispatch()
-
-    def _abandon(self, jobs: list[Job]) -> None:
-        """Cancel what a caller who left had still open. Does nothing after a complete call."""
-        for job in jobs:
-            if not self._ledger.is_open(job):
-                continue
-            self._ledger.cancel(job)
-            self._queue.discard(job.ticket)
-            if (member := self._crew.members.get(job.actor or "")) is not None:
-                member.handle.abort.remote(job.ticket)
+        return self._dispatcher.submit(requests)
 
     async def _start(self) -> None:
         try:
@@ -244,7 +247,7 @@ class PoolActor:
         self._fault = self._fault or fault
         self._tasks.cancel_all()
         self._crew.close()
-        self._queue = WorkQueue()
+        self._dispatcher.clear()
         self._ledger.cancel_all(str(self._fault))
         self._started.set()
 

@@ -2,8 +2,8 @@
 
 A lost actor is killed (it may be half alive), replaced by a new one with the same configuration,
 and its groups go back to the queue: a sample is a pure function of its request, so a replay gives
-what the lost actor would have given. The ranks of a tensor-parallel group count as one actor: the
-loss of any is the loss of all.
+what the lost actor would have given. It gets the pool's present weights before it is given any of
+them. The ranks of a tensor-parallel group count as one actor: the loss of any is the loss of all.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,8 @@ class Member:
     ranks: RankActors
     info: ActorInfo
     load: ActorLoad
+    weight_version: int = 0
+    """Of the weights that it has acknowledged."""
 
     @property
     def handle(self) -> Any:
@@ -54,7 +57,8 @@ class Crew:
     """The rollout actors of one pool.
 
     ``on_room`` is called whenever an actor may take more work; ``on_exhausted`` when no actor is
-    left and none can be started.
+    left and none can be started. ``joining`` is the context in which a new actor becomes a member: it
+    gives it the present weights, and their version.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class Crew:
         tasks: TaskSet,
         on_room: Callable[[], None],
         on_exhausted: Callable[[RolloutPoolError], None],
+        joining: Callable[[str, RankActors, float], AbstractAsyncContextManager[int]],
     ) -> None:
         self.members: dict[str, Member] = {}
         self.num_lost = 0
@@ -72,6 +77,7 @@ class Crew:
         self._tasks = tasks
         self._on_room = on_room
         self._on_exhausted = on_exhausted
+        self._joining = joining
         self._starting: dict[str, RankActors] = {}
         self._num_replacing = 0
 
@@ -136,13 +142,14 @@ class Crew:
         self._starting[name] = ranks
         try:
             info = await self._wait_until_ready(name, ranks)
+            async with self._joining(name, ranks, self._config.start_timeout_s) as version:
+                load = ActorLoad(name, self._config.engine.num_slots)
+                member = self.members[name] = Member(name, ranks, info, load, version)
         except BaseException:
             ranks.kill()
             raise
         finally:
             self._starting.pop(name, None)
-        load = ActorLoad(name, self._config.engine.num_slots)
-        member = self.members[name] = Member(name, ranks, info, load)
         self._tasks.start(self._watch(member))
         self._on_room()
 

@@ -248,4 +248,6 @@ class PoolStats:
     """Of those in flight, the ones no actor has yet."""
     actors_lost: int = 0
     num_actors: int = 0
+    weight_version: int = 0
+    """Of the weights that every actor has which takes work; 0 for those that were loaded."""
     actors: tuple[EngineStats, ...] = ()

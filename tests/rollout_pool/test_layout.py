@@ -16,7 +16,16 @@ import rollout_pool
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("rollout_pool", "actors", "kernels")
-RAY_USERS = ("pool", "recovery", "weight_sync", "actors.tensor_parallel", "adapters.rollouts", "cli", "commands")
+RAY_USERS = (
+    "pool",
+    "dispatch",
+    "recovery",
+    "weight_sync",
+    "actors.tensor_parallel",
+    "adapters.rollouts",
+    "cli",
+    "commands",
+)
 FOUNDATION = ("types", "config", "errors", "requests")
 OTHER_TRAINERS = ("deepspeed", "trl", "verl", "tensordict", "datasets", "accelerate")
 PUBLIC = {
@@ -40,6 +49,7 @@ PUBLIC = {
     "UnsupportedModelError",
     "Verification",
     "VerificationError",
+    "WeightSyncError",
     "__version__",
     "verify",
 }
@@ -109,7 +119,9 @@ def test_the_foundation_needs_neither_torch_nor_the_rest() -> None:
 
 
 def test_parts_of_the_pool_do_not_import_it() -> None:
-    for name, found in imports_of("routing", "recovery", "weight_sync", "ledger", "preflight").items():
+    for name, found in imports_of(
+        "dispatch", "routing", "recovery", "weight_sync", "ledger", "preflight"
+    ).items():
         assert not {i for i in found if is_in(i, ("rollout_pool.pool", "rollout_pool.cli"))}, name
 
 
@@ -156,7 +168,13 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["rollout_pool", "rollout_pool.adapters", "rollout_pool.adapters.trl", "rollout_pool.cli", "rollout_pool.types"],
+    [
+        "rollout_pool",
+        "rollout_pool.adapters",
+        "rollout_pool.adapters.trl",
+        "rollout_pool.cli",
+        "rollout_pool.types",
+    ],
 )
 def test_importing_loads_neither_torch_nor_ray(module: str) -> None:
     heavy = "{'torch', 'ray', 'transformers', 'pyarrow', 'deepspeed', 'trl', 'verl'}"

@@ -1,0 +1,252 @@
+"""One weight sync after the other, as the pool conducts them.
+
+All ranks of all actors stage and check an update while they go on with the old weights. When every one of
+them has found it right, the update is decided: the actors write it, and one that fails to is replaced by one
+that has it. Anything before that leaves the old weights everywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from ray.exceptions import RayError, RayTaskError
+
+from rollout_pool.actors.weight_records import Manifest, WeightReceipt
+from rollout_pool.background import TaskSet
+from rollout_pool.errors import ActorStartError, ConfigError, RolloutPoolError, WeightSyncError
+from rollout_pool.weight_sync.arrivals import arrivals
+
+if TYPE_CHECKING:
+    from rollout_pool.actors.tensor_parallel import RankActors
+    from rollout_pool.recovery import Member
+
+logger = logging.getLogger(__name__)
+
+Policy = Literal["drain", "abort", "in_flight"]
+Kv = Literal["recompute", "keep"]
+POLICIES: tuple[Policy, ...] = ("drain", "abort", "in_flight")
+KV: tuple[Kv, ...] = ("recompute", "keep")
+
+WRITE_TIMEOUT_S = 300.0
+"""For one actor to write weights that it has staged: a step of its engine and a copy within its memory."""
+ANSWER_TIMEOUT_S = 10.0
+"""For an actor to show that a call that failed was not its fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """A version that was decided, kept in Ray's object store for actors that are started later."""
+
+    version: int
+    manifest: Manifest
+    buckets: tuple[Any, ...]
+
+
+class WeightSync:
+    """The versions of a pool's weights. ``version`` 0 is the checkpoint that actors load.
+
+    members: those that serve, by name. lose: tells that one is of no use. stopped: keeps the members from
+    running samples for as long as its context lasts, by a policy.
+    """
+
+    def __init__(
+        self,
+        members: Mapping[str, Member],
+        tasks: TaskSet,
+        lose: Callable[[Member, str], None],
+        stopped: Callable[[Policy], AbstractAsyncContextManager[None]],
+    ) -> None:
+        self.version = 0
+        self._members = members
+        self._tasks = tasks
+        self._lose = lose
+        self._stopped = stopped
+        self._lock = asyncio.Lock()
+        self._full: Update | None = None
+        self._adapters: Update | None = None
+        """On top of the full update."""
+
+    async def run(
+        self, source: Any, version: int | None, policy: Policy, kv: Kv, timeout_s: float
+    ) -> list[WeightReceipt]:
+        """See :meth:`rollout_pool.pool.PoolActor.sync_weights`."""
+        _check_choices(policy, kv)
+        wanted = version
+        try:
+            async with asyncio.timeout(timeout_s) as deadline, self._lock:
+                wanted = self._next(version)
+                update = await self._stage(source, wanted)
+                async with self._stopped(policy):
+                    deadline.reschedule(None)  # from here on there is no way back
+                    return await self._commit(update, kv)
+        except TimeoutError:
+            raise WeightSyncError(
+                f"weights of version {wanted} were not everywhere within timeout_s ({timeout_s:g} s); "
+                f"version {self.version} goes on"
+            ) from None
+
+    @asynccontextmanager
+    async def joining(self, name: str, ranks: RankActors, timeout_s: float) -> AsyncIterator[int]:
+        """Give a new actor the present weights; no sync begins before the context ends. Yields the version.
+
+        Raises :class:`ActorStartError` when it does not get them: it must not serve.
+        """
+        async with self._lock:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    for update in (self._full, self._adapters):
+                        if update is not None:
+                            await _install(ranks, update)
+            except (RayError, TimeoutError) as error:
+                raise ActorStartError(
+                    f"{name} did not get the weights of version {self.version}: {_reason(error)}; sync again"
+                ) from error
+            yield self.version
+
+    def _next(self, version: int | None) -> int:
+        if version is None:
+            return self.version + 1
+        if isinstance(version, bool) or not isinstance(version, int):
+            raise ConfigError(f"version: must be an integer, got {version!r}")
+        if version <= self.version:
+            raise WeightSyncError(
+                f"version {version} is not above {self.version}, which the pool has; nothing was changed"
+            )
+        return version
+
+    async def _stage(self, source: Any, version: int) -> Update:
+        """Bring an update to all ranks and have them check it. On the way out, none of them has to."""
+        buckets: list[Any] = []
+        manifest: Manifest | None = None
+        calls: dict[Member, list[Any]] = {member: [] for member in self._members.values()}
+        try:
+            async for item in arrivals(source):
+                if isinstance(item, Manifest):
+                    manifest = item
+                    break
+                buckets.append(item)
+                for member, pending in calls.items():
+                    pending += [rank.stage_weights.remote(version, item) for rank in member.ranks.handles]
+            assert manifest is not None
+            await self._of_all({member: asyncio.gather(*pending) for member, pending in calls.items()})
+            checks = {
+                member: asyncio.gather(
+                    *(rank.check_weights.remote(version, manifest) for rank in member.ranks.handles)
+                )
+                for member in calls
+                if member in self._members.values()
+            }
+            await self._of_all(checks)
+        except BaseException:
+            for member in self._members.values():
+                for rank in member.ranks.handles:
+                    rank.discard_weights.remote()
+            raise
+        return Update(version, manifest, tuple(buckets))
+
+    async def _of_all(self, answers: Mapping[Member, asyncio.Future[Any]]) -> None:
+        """Wait for the ranks of each member. One that died is lost; any other failure is the update's."""
+        results = await asyncio.gather(*answers.values(), return_exceptions=True)
+        for member, result in zip(answers, results, strict=True):
+            if not isinstance(result, BaseException):
+                continue
+            cause = result.cause if isinstance(result, RayTaskError) else result
+            if isinstance(cause, RolloutPoolError):
+                raise WeightSyncError(f"{member.name}: {cause}; version {self.version} goes on") from None
+            if not isinstance(result, RayError):
+                raise result
+            if await _lives(member):
+                raise WeightSyncError(
+                    f"{member.name} could not read the new weights: {_reason(result)}; "
+                    f"version {self.version} goes on"
+                ) from result
+            self._lose(member, _reason(result))
+        if not any(member in self._members.values() for member in answers):
+            raise WeightSyncError(f"no rollout actor is left; a new one gets version {self.version}")
+
+    async def _commit(self, update: Update, kv: Kv) -> list[WeightReceipt]:
+        """Write on every member. It goes on when the caller is gone."""
+        written: asyncio.Future[list[WeightReceipt]] = asyncio.get_running_loop().create_future()
+
+        async def write() -> None:
+            receipts = await self._write(update, kv)
+            if not written.done():
+                written.set_result(receipts)
+
+        self._tasks.start(write())
+        try:
+            receipts = await asyncio.shield(written)
+        except asyncio.CancelledError:
+            await asyncio.wait([written])  # whoever comes next must not meet it half done
+            raise
+        if not receipts:
+            raise WeightSyncError(
+                f"every rollout actor was lost while it wrote version {update.version}; new ones get it"
+            )
+        return receipts
+
+    async def _write(self, update: Update, kv: Kv) -> list[WeightReceipt]:
+        self.version = update.version
+        if update.manifest.is_full:
+            self._full, self._adapters = update, None
+        else:
+            self._adapters = update
+        members = list(self._members.values())
+        writing = (asyncio.wait_for(_write(member.ranks, update, kv), WRITE_TIMEOUT_S) for member in members)
+        results = await asyncio.gather(*writing, return_exceptions=True)
+        receipts: list[WeightReceipt] = []
+        for member, result in zip(members, results, strict=True):
+            if isinstance(result, BaseException):
+                self._lose(member, f"it did not write version {update.version}: {_reason(result)}")
+                continue
+            member.weight_version = update.version
+            receipts += [dataclasses.replace(receipt, actor=member.name) for receipt in result]
+        return receipts
+
+
+async def _install(ranks: RankActors, update: Update) -> None:
+    version = update.version
+    for bucket in update.buckets:
+        await asyncio.gather(*(rank.stage_weights.remote(version, bucket) for rank in ranks.handles))
+    await asyncio.gather(*(rank.check_weights.remote(version, update.manifest) for rank in ranks.handles))
+    await _write(ranks, update, "recompute")
+
+
+async def _write(ranks: RankActors, update: Update, kv: Kv) -> list[WeightReceipt]:
+    """Rank 0 makes all ranks write, in one step of its engine. Every rank must have what was sent."""
+    leader, *followers = ranks.handles
+    receipts = await asyncio.gather(
+        leader.commit_weights.remote(update.version, kv),
+        *(follower.weight_receipt.remote(update.version) for follower in followers),
+    )
+    for rank, receipt in enumerate(receipts):
+        if (receipt.version, receipt.checksum) != (update.version, update.manifest.checksum):
+            raise WeightSyncError(f"rank {rank} has version {receipt.version}, {receipt.checksum}")
+    return [dataclasses.replace(receipt, rank=rank) for rank, receipt in enumerate(receipts)]
+
+
+async def _lives(member: Member) -> bool:
+    try:
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            await member.ranks.progress()
+    except (RayError, TimeoutError):
+        return False
+    return True
+
+
+def _check_choices(policy: str, kv: str) -> None:
+    if policy not in POLICIES:
+        raise ConfigError(f"policy: must be one of {', '.join(POLICIES)}, got {policy!r}")
+    if kv not in KV:
+        raise ConfigError(f"kv: must be one of {', '.join(KV)}, got {kv!r}")
+
+
+def _reason(error: BaseException) -> str:
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    return " ".join(str(cause).split())[:300] or type(cause).__name__
