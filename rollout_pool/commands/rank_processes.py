@@ -22,6 +22,10 @@ AFTERMATH_S = 3.0
 """How long the other ranks are listened to when one has failed: the first to speak need not be the cause."""
 
 
+class NoAnswerError(RolloutPoolError):
+    """A rank let a deadline pass."""
+
+
 class RankProcesses:
     """The actors of one size. Any failure is a :class:`RolloutPoolError` that names the rank."""
 
@@ -31,8 +35,7 @@ class RankProcesses:
         self._timeout_s = timeout_s
 
     def load(self) -> None:
-        """Wait for the processes, have the ranks meet, and load."""
-        self.places = self.call("place")
+        """Have the ranks meet, and load."""
         address = None
         if len(self._handles) > 1:
             (address,) = self._wait([self._handles[0].open.remote()], "open")
@@ -50,7 +53,16 @@ class RankProcesses:
         """
         pairs = [getattr(h, method).options(num_returns=2).remote(*arguments) for h in self._handles]
         kept = pairs[0][1]
-        return self._wait([pair[0] for pair in pairs], method), lambda: ray.get(kept, timeout=self._timeout_s)
+
+        def fetch() -> Any:
+            try:
+                return ray.get(kept, timeout=self._timeout_s)
+            except RayError as error:
+                raise RolloutPoolError(
+                    f"{method}: the answer of rank 0 is lost: {_one_line(error)}"
+                ) from None
+
+        return self._wait([pair[0] for pair in pairs], method), fetch
 
     def _wait(self, refs: list[Any], method: str) -> list[Any]:
         deadline = time.monotonic() + self._timeout_s
@@ -59,7 +71,7 @@ class RankProcesses:
             ready, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 late = [str(rank) for rank, ref in enumerate(refs) if ref in waiting]
-                raise RolloutPoolError(
+                raise NoAnswerError(
                     f"{method}: no answer from rank {', '.join(late)} within {self._timeout_s:g} s"
                 )
             if _fault(ready[0]) is not None:
@@ -116,6 +128,10 @@ def rank_processes(config: PoolConfig, timeout_s: float) -> Iterator[RankProcess
         for rank, strategy in enumerate(_strategies(placement, size, asked, timeout_s)):
             handles.append(_start(config, rank, asked, strategy, timeout_s))
         ranks = RankProcesses(handles, timeout_s)
+        try:
+            ranks.places = ranks.call("place")
+        except NoAnswerError:
+            raise ActorStartError(_no_room(size, asked, timeout_s)) from None
         ranks.load()
         yield ranks
     finally:
@@ -161,7 +177,8 @@ def _no_room(size: int, asked: ActorResources, timeout_s: float) -> str:
         f"{amount * size:g} {name} of which {free.get(name, 0):g} of {total.get(name, 0):g} are free"
         for name, amount in asked.amounts.items()
     ]
-    return f"no room for {size} ranks within {timeout_s:g} s; they need {' and '.join(needs)}"
+    found = f"; they need {' and '.join(needs)}" if needs else ""
+    return f"the cluster started no {size} processes within {timeout_s:g} s{found}"
 
 
 def _one_line(error: BaseException) -> str:

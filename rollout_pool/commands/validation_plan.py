@@ -54,8 +54,8 @@ def make_plan(
     texts: list[Prompt]
     if prompts is not None:
         texts = [line.request.prompt for line in read_prompts(prompts, config)]
-    elif tokenizer is not None:
-        texts = list(TEXTS)
+    elif tokenizer is not None and all(tokenizer(text)["input_ids"] for text in TEXTS):
+        texts = list(TEXTS)  # some families have a tokenizer without any vocabulary where no file is
     else:
         draw = random.Random(0)
         texts = [[draw.randrange(vocab_size) for _ in range(length)] for length in range(5, 37, 4)]

@@ -44,6 +44,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def small_moe(tmp_path: Path) -> Path:
+    """A folder of a family for which a tokenizer is made up where there is none."""
+    from transformers import Qwen3MoeConfig
+
+    Qwen3MoeConfig(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=1).save_pretrained(tmp_path)
+    return tmp_path
+
+
 SMALL = ("--new-tokens", "8", "--samples", "2", "--num-prompts", "2")
 
 
@@ -210,6 +219,14 @@ def test_prompts_without_a_tokenizer_are_random_ids_and_the_same_each_time(folde
     assert all(0 <= token < VOCAB for prompt in plan.prompts for token in prompt)
     assert plan == make_plan(config, None, 3, 4, 2)
     assert working_dtype(config) == "float32"
+
+
+def test_a_tokenizer_without_a_vocabulary_is_none(small_moe: Path) -> None:
+    from rollout_pool.commands.validation_plan import make_plan
+    from rollout_pool.run_config import RunConfig
+
+    plan = make_plan(RunConfig.load(None, {"model": str(small_moe)}), None, 4, 4, 2)
+    assert all(plan.prompts)
 
 
 def test_prompts_of_a_model_with_a_tokenizer_are_texts(tiny_model_dir: str) -> None:
