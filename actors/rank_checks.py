@@ -62,6 +62,7 @@ class RankChecks:
         from rollout_pool.actors.engine import Engine
         from rollout_pool.actors.rank_group import RankGroup
         from rollout_pool.actors.served_model import serve
+        from rollout_pool.actors.strict import ask_for_strict_products
         from rollout_pool.actors.worker import Worker
 
         config, size = self._config, self._config.tensor_parallel_size
@@ -80,6 +81,8 @@ class RankChecks:
         if self._rank == 0:
             self._engine = Engine(config.model, config.engine, tokenizer=config.tokenizer, **options)
         else:
+            if config.engine.deterministic == "strict":
+                ask_for_strict_products()
             served = serve(config.model, config.engine, tokenizer=None, **options)
             self._worker = Worker(served, config.engine)
         return str(self.model.dtype).removeprefix("torch.")
