@@ -20,7 +20,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help demo test test-fast test-lowest check format bench gpu-check venv clean
+.PHONY: help demo test test-fast test-lowest check format bench bench-layouts gpu-check venv clean
 .DELETE_ON_ERROR:
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo "make check        ruff, ruff format, mypy --strict"
 	@echo "make format       let ruff fix and format the code"
 	@echo "make bench        speed side by side with other ways to roll out (minutes)"
+	@echo "make bench-layouts  both layouts of the KV cache on the same work (minutes)"
 	@echo "make gpu-check    what only a GPU can show: exactness and speed, under 8 minutes (docs/gpu.md)"
 	@echo "make venv         only set up $(VENV)"
 	@echo "make clean        remove $(VENV), caches and build outputs (not the demo model)"
@@ -61,6 +62,10 @@ format: $(VENV)/.dev
 bench: $(VENV)/.dev
 	@$(BIN)/rollout-pool fetch-demo-model
 	@$(BIN)/python benchmarks/peers.py $(BENCH_ARGS)
+
+bench-layouts: $(VENV)/.dev
+	@$(BIN)/rollout-pool fetch-demo-model
+	@$(BIN)/python benchmarks/layouts.py $(BENCH_ARGS)
 
 gpu-check: $(VENV)/.dev
 	@$(BIN)/python benchmarks/gpu_check.py $(GPU_ARGS)
