@@ -96,5 +96,5 @@ class FollowerActor(WeightReceiver):
         )
 
     def _on_loaded(self, worker: Worker) -> None:
-        self.receive_weights(worker)
+        self.receive_weights(worker, self._config, self._rank)
         self._loaded.set_result(None)

@@ -173,7 +173,7 @@ class RolloutActor(WeightReceiver):
             group=self._gather() if is_split else None,
             backend=config.tensor_parallel_backend,
         )
-        self.receive_weights(engine.batch.worker)
+        self.receive_weights(engine.batch.worker, config, 0)
         threads, plan = torch.get_num_threads(), engine.memory_plan.describe()
         place = RankInfo.here(0, self._device)
         self._info = ActorInfo(self.name, place.pid, self._device, threads, plan, (place,))

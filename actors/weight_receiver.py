@@ -10,6 +10,7 @@ from rollout_pool.actors.weight_records import Bucket, Manifest, WeightReceipt
 if TYPE_CHECKING:
     from rollout_pool.actors.weights import ModelWeights
     from rollout_pool.actors.worker import Worker
+    from rollout_pool.config import PoolConfig
 
 POLL_INTERVAL_S = 0.01
 """Between two looks whether the rank's own thread has written what rank 0 told it to."""
@@ -20,12 +21,16 @@ class WeightReceiver:
 
     _weights: ModelWeights | None = None
 
-    def receive_weights(self, worker: Worker) -> None:
+    def receive_weights(self, worker: Worker, config: PoolConfig, rank: int) -> None:
         """From now on ``worker`` takes new weights. In the thread that has loaded its model."""
         from rollout_pool.actors.weights import ModelWeights
 
-        model = worker.runner.model
-        worker.weights = self._weights = ModelWeights(model, getattr(model, "rollout_shards", None))
+        model, shards = worker.runner.model, {}
+        if config.tensor_parallel_size > 1:
+            from rollout_pool.actors.shards import find_shards
+
+            shards = find_shards(model, config, rank)
+        worker.weights = self._weights = ModelWeights(model, shards)
 
     async def stage_weights(self, version: int, bucket: Bucket) -> None:
         """Look at some tensors and keep them; :meth:`check_weights` tells what is wrong with them.
