@@ -54,8 +54,8 @@ def make_plan(
     texts: list[Prompt]
     if prompts is not None:
         texts = [line.request.prompt for line in read_prompts(prompts, config)]
-    elif tokenizer is not None and all(tokenizer(text)["input_ids"] for text in TEXTS):
-        texts = list(TEXTS)  # some families have a tokenizer without any vocabulary where no file is
+    elif tokenizer is not None and _tells_apart(tokenizer):
+        texts = list(TEXTS)
     else:
         draw = random.Random(0)
         texts = [[draw.randrange(vocab_size) for _ in range(length)] for length in range(5, 37, 4)]
@@ -68,6 +68,11 @@ def make_plan(
         except RequestError as error:
             raise RequestError(f"prompt {request.index}: {error}") from None
     return RollPlan(tuple(encoded), new_tokens, num_samples, config.seed)
+
+
+def _tells_apart(tokenizer: Any) -> bool:
+    """False for the tokenizer without a vocabulary that some families make where there is no file."""
+    return len({tuple(tokenizer(text)["input_ids"]) for text in TEXTS}) == len(TEXTS)
 
 
 def _model_config(config: RunConfig) -> Any:

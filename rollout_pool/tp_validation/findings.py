@@ -88,7 +88,7 @@ def _parameters(make: Make, measured: Measured) -> Finding:
     figure = (
         f"{len(own)} tensors, {num_split} split; {per_rank} of {whole:,} elements per rank"
         if not faults
-        else f"{len(faults)} tensors wrong"
+        else f"faults in {len(own)} tensors of {len(measured.shares)} ranks: {len(faults)}"
     )
     return make("parameters", figure, "equal bits", not faults, faults, wrong=len(faults))
 
@@ -145,7 +145,9 @@ def _greedy(make: Make, measured: Measured, single: Measured, limits: Tolerances
     gap = max((one.gap for one in found), default=0.0)
     figure = f"{same} of {total} tokens equal"
     if found:
-        figure += f", {len(found)} prompts part at a gap of up to {gap:.1e}"
+        figure += (
+            f", parting in {len(found)} of {len(measured.rolled.greedy)} prompts at a gap of up to {gap:.1e}"
+        )
     details = [one.describe() for one in found]
     tolerance = f"gap {limits.greedy_gap:g}"
     return make(
