@@ -23,9 +23,9 @@ MARK = "result: "
 LONG = [0, -1, 2**62, *range(1000)]
 
 
-def launch(case: str, size: int, arguments: str) -> int:
+def launch(case: str, size: int, arguments: str, script: str = __file__) -> int:
     def start(rank: int, address: str) -> subprocess.Popen[str]:
-        command = [sys.executable, __file__, "--rank", case, str(rank), str(size), address, arguments]
+        command = [sys.executable, script, "--rank", case, str(rank), str(size), address, arguments]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     first = start(0, "")
@@ -102,17 +102,6 @@ def _wait_for(path: str) -> str:
         return file.read()
 
 
-def idle(rank: int, size: int, address: str, store: Any) -> list[int]:
-    """Nothing happens for longer than collectives on tensors may take."""
-    group = RankGroup.join(address, rank, size, "cpu", store=store, timeout_s=10)
-    if group.is_first:
-        time.sleep(12)
-        group.send([7])
-    received = [] if group.is_first else group.receive()
-    group.close()
-    return received
-
-
 def first_is_killed(rank: int, size: int, address: str, store: Any) -> dict[str, Any]:
     group = RankGroup.join(address, rank, size, "cpu", store=store, timeout_s=600)
     if group.is_first:
@@ -163,13 +152,20 @@ def expect_loss() -> Any:
 
 CASES: dict[str, Any] = {
     "messages": messages,
-    "idle": idle,
     "first_is_killed": first_is_killed,
     "follower_is_killed": follower_is_killed,
 }
 
+
+def main(arguments: list[str], script: str = __file__) -> int:
+    """Be a rank, or launch them."""
+    if arguments[0] == "--rank":
+        case, rank, size, address, values = arguments[1:]
+        run_rank(case, int(rank), int(size), address, values)
+        return 0
+    case, size, values = (*arguments, "{}")[:3]
+    return launch(case, int(size), values, script)
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "--rank":
-        run_rank(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5], sys.argv[6])
-    else:
-        sys.exit(launch(sys.argv[1], int(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else "{}"))
+    sys.exit(main(sys.argv[1:]))

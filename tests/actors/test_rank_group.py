@@ -6,13 +6,17 @@ import json
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rollout_pool.actors.rank_group import RankGroup, open_store, place_rank
+from rollout_pool.actors.rank_group import RankGroup, open_store
+from rollout_pool.actors.rank_messages import Announcer, ConnectionLostError, Listener
+from rollout_pool.actors.rank_place import place_rank
 from rollout_pool.errors import ActorStartError, CapacityError
 
 RANKS = Path(__file__).with_name("ranks.py")
@@ -50,9 +54,49 @@ def test_every_rank_hears_every_message_in_order(size: int, tmp_path: Path) -> N
         assert result["after"]["RANK"] is None
 
 
-@pytest.mark.slow
-def test_an_idle_group_waits_longer_than_a_collective_may_take() -> None:
-    assert run_ranks("idle", 2) == [[], [7]]
+def connect(timeout_s: float) -> tuple[Announcer, Listener]:
+    announcer = Announcer("127.0.0.1")
+    with ThreadPoolExecutor() as pool:
+        accepted = pool.submit(announcer.accept, 2, 60)
+        listener = Listener("127.0.0.1", announcer.port, announcer.token, 1, timeout_s)
+        accepted.result()
+    return announcer, listener
+
+
+def test_an_idle_group_waits_longer_than_a_connection_may_take() -> None:
+    announcer, listener = connect(timeout_s=2)
+    with ThreadPoolExecutor() as pool:
+        received = pool.submit(listener.receive)
+        time.sleep(2.5)
+        assert not received.done()
+        announcer.send([7])
+        assert received.result(timeout=30) == [7]
+    listener.close()
+    announcer.close()
+
+
+def test_a_sender_does_not_wait_for_its_receivers() -> None:
+    announcer, listener = connect(timeout_s=60)
+    for number in range(100):
+        announcer.send([number] * 50)
+    assert [listener.receive()[0] for _ in range(100)] == list(range(100))
+    listener.close()
+    announcer.close()
+
+
+def test_a_stranger_at_the_door_is_turned_away() -> None:
+    announcer = Announcer("127.0.0.1")
+    with ThreadPoolExecutor() as pool:
+        accepted = pool.submit(announcer.accept, 2, 60)
+        stranger = Listener("127.0.0.1", announcer.port, "0" * len(announcer.token), 1, 60)
+        with pytest.raises(ConnectionLostError, match="rank 0 is gone"):
+            stranger.receive()
+        listener = Listener("127.0.0.1", announcer.port, announcer.token, 1, 60)
+        accepted.result()
+    announcer.send([1, 2])
+    assert listener.receive() == [1, 2]
+    for end in (stranger, listener, announcer):
+        end.close()
 
 
 def test_followers_notice_the_death_of_rank_0() -> None:
