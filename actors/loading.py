@@ -40,7 +40,10 @@ def has_softcap(config: Any) -> bool:
 def load_tokenizer(name: str, *, trust_remote_code: bool, required: bool = False) -> Any | None:
     """The tokenizer in a model's folder, or None when there is none and it is not required."""
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        if not tokenizer.get_vocab():  # for some model types a folder without tokenizer files gives this
+            raise ValueError("it has no vocabulary")
+        return tokenizer
     except Exception as error:
         if required:
             raise ConfigError(f"cannot load tokenizer {name!r}: {_one_line(error)}") from error

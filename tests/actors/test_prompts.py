@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 
 from rollout_pool import RequestError, SamplingParams
+from rollout_pool.actors.loading import load_tokenizer
 from rollout_pool.actors.prompts import PromptEncoder
 from rollout_pool.requests import resolve_requests
 
@@ -130,3 +132,14 @@ def test_a_fault_found_earlier_is_the_reason(tokenizer: Any) -> None:
     (request,) = resolve_requests([[3]], SamplingParams(max_new_tokens=8), seed=0)
     with pytest.raises(RequestError, match="known before"):
         PromptEncoder(tokenizer, 128, 64).encode(replace(request, fault="known before"))
+
+
+@pytest.mark.parametrize("family", ["Qwen3MoeConfig", "LlamaConfig"])
+def test_a_folder_without_tokenizer_files_has_no_tokenizer(
+    family: str, tmp_path: Any, small_config: Any
+) -> None:
+    config = getattr(transformers, family)(**small_config())
+    config.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path), trust_remote_code=False) is None
+    with pytest.raises(ConfigError, match="cannot load tokenizer"):
+        load_tokenizer(str(tmp_path), trust_remote_code=False, required=True)
