@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import transformers
 
-from rollout_pool import RequestError, SamplingParams
+from rollout_pool import ConfigError, RequestError, SamplingParams
 from rollout_pool.actors.loading import load_tokenizer
 from rollout_pool.actors.prompts import PromptEncoder
 from rollout_pool.requests import resolve_requests
