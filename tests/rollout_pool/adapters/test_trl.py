@@ -277,6 +277,6 @@ def test_a_trainer_in_bfloat16_rolls_out_through_its_own_autocast(
     trainer.model.train()
     batch = trainer._generate_and_score_completions(batch_of(TEXTS[:2]))
     difference = (scored_by_trainer(trainer, batch) - batch["sampling_per_token_logps"]).abs()
-    # Logits of about 16 in bfloat16 are 0.06 apart from the next.
+    # Logits from 4 to 8 in bfloat16 are 0.03 apart, and are then divided by the temperature.
     assert 0 < float(difference.max()) < 0.2
     assert float(difference.sum() / batch["completion_mask"].sum()) < 0.04
