@@ -5,8 +5,8 @@
 Each layout runs in a process of its own, so that its peak memory is its own; the processes take turns,
 round by round. The first line of each workload is the result: the time of aligned over that of ragged,
 the median of the rounds and their spread. Then, for each layout: seconds, trims, what they moved, the KV
-of all slots, and the peak of the resident memory above what the loaded model takes. Both layouts have the
-buffer that the longest row needs, and not a column more.
+of all slots, and the peak of the resident memory above what the loaded model takes (KV counts there once
+it is written). Both layouts have the buffer that the longest row needs, and not a column more.
 
 Workloads (EOS ignored, temperature 1, fixed seeds):
     chat   16 chat prompts of different lengths, 4 requests of 2 samples each, budgets with a long tail,
@@ -20,7 +20,6 @@ import argparse
 import json
 import os
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -137,7 +136,7 @@ def serve(layout: str, workload: str, arguments: argparse.Namespace) -> None:
     requests, slots, longest = requests_of(workload, arguments.model, arguments.small)
     config = EngineConfig(num_slots=slots, max_length=longest, layout=layout)
     engine = Engine(arguments.model, config, dtype="float32")
-    before = peak_memory()
+    before = start_of_peak()
     print(json.dumps({"layout": layout}), flush=True)
     for _ in sys.stdin:
         earlier = engine.stats()
@@ -160,9 +159,17 @@ def serve(layout: str, workload: str, arguments: argparse.Namespace) -> None:
         print(json.dumps(answer), flush=True)
 
 
+def start_of_peak() -> int:
+    """Forget the peak of loading, and return the bytes that are resident now."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return peak_memory()
+
+
 def peak_memory() -> int:
-    """Bytes; the most that this process has had in memory so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """The most bytes that were resident since :func:`start_of_peak`."""
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
 
 
 def report(workload: str, ragged: Worker, aligned: Worker) -> dict[str, Any]:
