@@ -39,6 +39,7 @@ def ship(source: Any, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Shipment |
             manifest = item
         else:
             references.append(ray.put(item))
+        del item
     return Shipment(manifest, tuple(references)) if manifest is not None else None
 
 
@@ -52,6 +53,7 @@ def packed(source: Source, *, as_bytes: bool = True) -> Iterator[Bucket | Manife
         found = tuple(_record(name, tensor) for name, tensor in group)
         records += found
         yield Bucket(found, [_as_bytes(tensor) if as_bytes else tensor.detach() for _, tensor in group])
+        del group  # before the next is made
     if source.is_first_rank:
         yield Manifest(tuple(records), source.loras)
 

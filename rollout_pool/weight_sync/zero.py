@@ -23,14 +23,16 @@ def gathered(
     """Copies on the CPU, gathered together as long as they have no more than ``max_bytes``.
 
     Every rank of the trainer must go through this at the same time; with ``keep`` false a rank gathers,
-    and yields nothing. The memory it takes is that of one bucket on every rank (what is gathered), and
-    another in host memory where it is kept.
+    and yields nothing. It takes up to two buckets on every rank (what is gathered, and DeepSpeed's buffer
+    for that), and one more in host memory where they are kept; never the model.
     """
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
 
     for bucket in _buckets(tensors, max_bytes):
         copies = []
-        with GatheredParameters([tensor for _, tensor in bucket if hasattr(tensor, "ds_numel")]):
+        with deepspeed.zero.GatheredParameters(
+            [tensor for _, tensor in bucket if hasattr(tensor, "ds_numel")]
+        ):
             if keep:
                 copies = [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in bucket]
         if keep:
