@@ -122,6 +122,16 @@ class Batch:
                 else:
                     self.seating.deliver()
 
+    def sleep(self) -> None:
+        """Give the memory of the slots back. No group may be running."""
+        with self._runner.session():
+            self.worker.sleep()
+
+    def wake(self) -> None:
+        """Take it again."""
+        with self._runner.session():
+            self.worker.wake()
+
     def close(self) -> None:
         """Let the other ranks of the group end."""
         self.worker.close()

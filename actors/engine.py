@@ -97,6 +97,7 @@ class Engine:
         self._delivered: list[_Delivery] = []
         self._numbers, self._calls = count(), count()
         self._counts: Counter[str] = Counter()
+        self._is_asleep = False
 
     @property
     def cache(self) -> SlotCache:
@@ -119,7 +120,7 @@ class Engine:
         for request in requests:
             self.submit(request, store)
         while len(groups) < len(requests):
-            self.batch.advance()
+            self._advance()
             delivered, self._delivered = self._delivered, []
             for group, on_finish in delivered:
                 if on_finish is store:
@@ -155,7 +156,7 @@ class Engine:
 
     def step(self) -> list[RolloutGroup]:
         """Admit, compact, decode one token per row, retire. Returns the groups that are complete."""
-        self.batch.advance()
+        self._advance()
         complete = []
         while self._delivered:  # one by one: a callback that raises leaves the others for the next step
             group, on_finish = self._delivered.pop(0)
@@ -192,6 +193,24 @@ class Engine:
         """0 for the weights that the engine started with."""
         return self.batch.versions.current
 
+    def sleep(self) -> None:
+        """Give the memory of KV and of recorded steps back, to a trainer in the same process, say.
+
+        The weights stay where they are. Until :meth:`wake` the engine takes requests and runs none.
+        Raises :class:`RequestError` while groups are running: finish or abort them first.
+        """
+        if self._running:
+            raise RequestError(f"{len(self._running)} groups are running: finish or abort them before sleep")
+        if not self._is_asleep:
+            self.batch.sleep()
+            self._is_asleep = True
+
+    def wake(self) -> None:
+        """Take the memory that :meth:`sleep` gave back. What waited since then starts with the next step."""
+        if self._is_asleep:
+            self.batch.wake()
+            self._is_asleep = False
+
     def stats(self) -> EngineStats:
         """Counters since the engine started, and its state now."""
         return replace(self.batch.stats(), weight_version=self.weight_version, **self._counts)
@@ -199,6 +218,11 @@ class Engine:
     def close(self) -> None:
         """Let the other ranks of a tensor-parallel group end. The engine takes no more work."""
         self.batch.close()
+
+    def _advance(self) -> None:
+        if self._is_asleep:
+            raise RequestError("the engine is asleep: call wake() first")
+        self.batch.advance()
 
     def _begin(self, request: ResolvedRequest, prompt: TokenIds, on_finish: OnFinish | None) -> Running:
         """A group on its way: which of its samples are over already, which go on, which start."""

@@ -83,7 +83,9 @@ class SlotKVLayer(CacheLayerMixin):
         """Write one token per row at its position; return views of the rows and columns in use."""
         step = self._clock.step
         cells = step.cells(key_states.shape[1])
-        ops.write_kv(self.keys, self.values, key_states, value_states, cells)
+        # Under autocast a projection may come in another dtype than the prefill's.
+        new_keys, new_values = key_states.to(self.keys.dtype), value_states.to(self.values.dtype)
+        ops.write_kv(self.keys, self.values, new_keys, new_values, cells)
         return self.keys[: step.rows, :, : step.columns], self.values[: step.rows, :, : step.columns]
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -222,6 +224,17 @@ class SlotCache(Cache):
         """Zero whole rows. A row that held nan must not be used again before: ``0 * nan`` is nan."""
         for tensor in self.tensors():
             tensor[slots] = 0
+
+    def release(self) -> None:
+        """Give the memory of all slots back; :meth:`restore` takes it again."""
+        for tensor in self.tensors():
+            tensor.untyped_storage().resize_(0)
+
+    def restore(self) -> None:
+        """Take the memory of all slots again; they are empty."""
+        for tensor in self.tensors():
+            tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+            tensor.zero_()
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every tensor of the cache; the first dimension of each is the slot."""

@@ -22,7 +22,7 @@ from rollout_pool.actors.worker import Draw, Worker
 from rollout_pool.config import Dtype, EngineConfig, TensorParallelBackend
 from rollout_pool.types import TokenIds
 
-STOP, PREFILL, SEAT, DROP, REFILL, COMMIT, DECODE, MOVE, TRIM, FREE, CLEAR = range(11)
+STOP, PREFILL, SEAT, DROP, REFILL, COMMIT, DECODE, MOVE, TRIM, FREE, CLEAR, SLEEP, WAKE = range(13)
 
 
 class LeadingWorker(Worker):
@@ -76,6 +76,16 @@ class LeadingWorker(Worker):
     def clear(self, slots: Sequence[int]) -> None:
         self._tell(CLEAR, slots)
         super().clear(slots)
+
+    def sleep(self) -> None:
+        self._tell(SLEEP, [])
+        self._send()
+        super().sleep()
+
+    def wake(self) -> None:
+        self._tell(WAKE, [])
+        self._send()
+        super().wake()
 
     def close(self) -> None:
         """Let the followers end."""
@@ -152,6 +162,8 @@ def replay(worker: Worker, group: RankGroup) -> None:
         TRIM: lambda n: worker.trim(*n),
         FREE: worker.free,
         CLEAR: worker.clear,
+        SLEEP: lambda _: worker.sleep(),
+        WAKE: lambda _: worker.wake(),
     }
     with worker.runner.session():
         while True:

@@ -140,6 +140,16 @@ class Worker:
         """Zero the cache of slots whose numbers broke."""
         self.cache.clear(ops.upload(slots, self.runner.device))
 
+    def sleep(self) -> None:
+        """Give the memory of the slots, and of recorded steps, back. No row may be live."""
+        if self.graphs is not None:
+            self.graphs.invalidate()
+        self.cache.release()
+
+    def wake(self) -> None:
+        """Take the memory again."""
+        self.cache.restore()
+
     def close(self) -> None:
         """Nothing follows."""
 
