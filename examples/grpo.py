@@ -90,9 +90,7 @@ def train(seed: int, steps: int, num_actors: int) -> list[float]:
             if step % 10 == 0:
                 worst = verify(groups[:2], model).max_abs_diff
                 took = time.monotonic() - begin
-                print(
-                    f"step {step:3}  reward {curve[-1]:.3f}  log-probabilities off by {worst:.0e}  {took:4.0f} s"
-                )
+                print(f"step {step:3}  reward {curve[-1]:.3f}  logprobs off by {worst:.0e}  {took:4.0f} s")
             loss = policy_loss(model, batch)
             optimizer.zero_grad()
             loss.backward()
