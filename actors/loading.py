@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from rollout_pool.config import Dtype
 from rollout_pool.errors import ConfigError
 
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "special_tokens_map.json")
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -40,10 +42,11 @@ def has_softcap(config: Any) -> bool:
 def load_tokenizer(name: str, *, trust_remote_code: bool, required: bool = False) -> Any | None:
     """The tokenizer in a model's folder, or None when there is none and it is not required."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-        if not tokenizer.get_vocab():  # for some model types a folder without tokenizer files gives this
-            raise ValueError("it has no vocabulary")
-        return tokenizer
+        folder = Path(name)
+        if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+            # For some model types Transformers would make one of special tokens alone, with their EOS.
+            raise FileNotFoundError("there are no tokenizer files")
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:
         if required:
             raise ConfigError(f"cannot load tokenizer {name!r}: {_one_line(error)}") from error

@@ -123,7 +123,8 @@ class RankActors:
     async def reserve(self) -> list[Bundle]:
         """Wait for a bundle per rank; returns them in the order of ranks."""
         strategy = self._config.tensor_parallel_placement.upper()
-        pool = ray.get_runtime_context().get_actor_name()
+        context = ray.get_runtime_context()
+        pool = context.get_actor_name() if context.worker.mode == ray.WORKER_MODE else ""  # a driver has none
         name = f"{_of_pool(pool)}{self._name}" if pool else ""
         self._placement = placement_group([self._amounts] * self._size, strategy=strategy, name=name)
         while (table := placement_group_table(self._placement))["state"] != "CREATED":
