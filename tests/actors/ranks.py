@@ -7,6 +7,8 @@ opens the store; a case is a function here that each of them runs.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import inspect
 import json
 import os
 import signal
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 
 from rollout_pool.actors.rank_group import RankGroup, RankLostError, open_store
+from rollout_pool.errors import RolloutPoolError
 
 MARK = "result: "
 LONG = [0, -1, 2**62, *range(1000)]
@@ -150,7 +153,84 @@ def expect_loss() -> Any:
         outcome["error"] = str(error)
 
 
+def shards(rank: int, size: int, address: str, store: Any, models: list[str], backend: Any) -> Any:
+    """Load every model's shard, and run it. One dictionary per model."""
+    group = RankGroup.join(address, rank, size, "cpu", store=store, timeout_s=300)
+    results = []
+    for model in models:
+        try:
+            results.append(_run_shard(model, group, backend))
+        except RolloutPoolError as error:
+            results.append({"error": f"{type(error).__name__}: {error}"})
+    group.close()
+    return results
+
+
+def _run_shard(name: str, group: RankGroup, backend: Any) -> dict[str, Any]:
+    from rollout_pool.actors.loading import load_model, transpose_linear_weights
+    from rollout_pool.actors.sharding import load_shard
+
+    shard = load_shard(name, group, dtype="float32", backend=backend, trust_remote_code=False)
+    whole = load_model(name, dtype="float32", device="cpu", trust_remote_code=False)
+    ids = torch.arange(24).reshape(2, 12) * 7 % 150 + 3
+    logits, keys = _logits(shard, ids)
+    expected, _ = _logits(whole, ids)
+    parts = _parts(shard, whole, group)
+    num_transposed = transpose_linear_weights(shard)
+    transposed, _ = _logits(shard, ids)
+    return {
+        "logits": hashlib.sha256(logits.numpy().tobytes()).hexdigest(),
+        "shape": list(logits.shape),
+        "is_plain": type(logits) is torch.Tensor,
+        "difference": float((logits - expected).abs().max()),
+        "spread": float(expected.std()),
+        "kv_heads": keys.shape[1],
+        "all_kv_heads": whole.config.get_text_config().num_key_value_heads
+        if hasattr(whole.config.get_text_config(), "num_key_value_heads")
+        else whole.config.num_attention_heads,
+        "parts": parts,
+        "num_transposed": num_transposed,
+        "difference_transposed": float((transposed - expected).abs().max()),
+    }
+
+
+def _logits(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A prefill and two steps with a cache, as the engine runs them."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    logits = []
+    with torch.inference_mode():
+        for piece in (ids[:, :10], ids[:, 10:11], ids[:, 11:]):
+            logits.append(model(input_ids=piece, use_cache=True, **{argument: cache}).logits)
+    return torch.cat(logits, 1).clone(), cache.layers[0].keys
+
+
+def _parts(shard: Any, whole: Any, group: RankGroup) -> dict[str, str]:
+    """For each parameter: "whole", "split", or how it is wrong."""
+    full = dict(whole.named_parameters(remove_duplicate=False))
+    found = {}
+    for name, parameter in shard.named_parameters(remove_duplicate=False):
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        found[name] = _part(local.detach(), full[name].detach(), group.rank, group.size)
+    return found
+
+
+def _part(local: torch.Tensor, full: torch.Tensor, rank: int, size: int) -> str:
+    if torch.equal(local, full):
+        return "whole"
+    for dim in range(full.dim()):
+        for fused in (1, 2, 3):
+            if full.shape[dim] % (fused * size) == 0:
+                pieces = [block.chunk(size, dim)[rank] for block in full.chunk(fused, dim)]
+                if torch.equal(local, torch.cat(pieces, dim)):
+                    return "split"
+    return f"{tuple(local.shape)} of {tuple(full.shape)}"
+
+
 CASES: dict[str, Any] = {
+    "shards": shards,
     "messages": messages,
     "first_is_killed": first_is_killed,
     "follower_is_killed": follower_is_killed,
