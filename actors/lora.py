@@ -29,6 +29,10 @@ class LoraBases:
         """Host memory held."""
         return sum(base.nbytes for base in self._bases.values())
 
+    def get(self, place: Place) -> torch.Tensor:
+        """What is in a place, without adapters."""
+        return self._bases.get(place.name, place.tensor)
+
     def forget(self) -> None:
         """All weights are about to be replaced."""
         self._bases.clear()

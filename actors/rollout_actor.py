@@ -11,6 +11,7 @@ import dataclasses
 import os
 import socket
 import sys
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 import rollout_pool
 from rollout_pool.actors.engine_thread import EngineThread
 from rollout_pool.actors.weight_receiver import WeightReceiver
-from rollout_pool.actors.weight_records import WeightReceipt
+from rollout_pool.actors.weight_records import Bucket, Manifest, WeightReceipt
 from rollout_pool.config import PoolConfig
 from rollout_pool.errors import ActorStartError, PoolClosedError, RolloutPoolError
 from rollout_pool.requests import failed_group
@@ -134,6 +135,12 @@ class RolloutActor(WeightReceiver):
         """
         await asyncio.wrap_future(self._engine.call(lambda engine: engine.update_weights(version, kv=kv)))
         return await self.weight_receipt(version)
+
+    async def export_weights(self) -> AsyncIterator[Bucket | Manifest]:
+        """The weights of the last full update in buckets, and at last their manifest."""
+        stream = self._ready_weights().export()
+        while (item := await asyncio.to_thread(next, stream, None)) is not None:
+            yield item
 
     async def stats(self) -> EngineStats:
         """Counters of the engine as of its last step."""

@@ -177,7 +177,12 @@ class RankActors:
         }
         how = {"threads": self._threads, "device": self._device}
         if rank == 0:
-            return ray.remote(RolloutActor).options(**options).remote(self._config, self._name, **how)
+            transports = self._config.weight_transport != "object_store"
+            # Left out where it is not needed: it starts threads of its own in every actor.
+            extra: dict[str, Any] = {"enable_tensor_transport": True} if transports else {"num_cpus": 0}
+            return (
+                ray.remote(**extra)(RolloutActor).options(**options).remote(self._config, self._name, **how)
+            )
         return ray.remote(FollowerActor).options(**options).remote(self._config, self._name, rank, **how)
 
     async def _load(self) -> ActorInfo:

@@ -17,6 +17,7 @@ import torch
 
 from rollout_pool.actors.checksums import checksum
 from rollout_pool.actors.lora import LoraBases
+from rollout_pool.actors.weight_packing import DEFAULT_BUCKET_BYTES, grouped, pack
 from rollout_pool.actors.weight_places import Part, Place, Shard, find_places, write
 from rollout_pool.actors.weight_records import Bucket, Manifest, TensorRecord, WeightReceipt, combined
 from rollout_pool.errors import WeightSyncError
@@ -126,6 +127,12 @@ class ModelWeights:
     def checksum(self) -> str:
         """Of all parameters as they are now: 16 hex digits."""
         return _checksum(find_places(self._model, self._shards), {})
+
+    def export(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[Bucket | Manifest]:
+        """The weights of the last full update, for an actor that comes later. Not of a shard."""
+        places = find_places(self._model, self._shards)
+        tensors = ((place.name, self._bases.get(place)) for place in places)
+        return pack(grouped(tensors, bucket_bytes))
 
     def _open(self, version: int) -> _Staged:
         if self._staged is None or self._staged.version != version:

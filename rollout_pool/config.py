@@ -107,6 +107,9 @@ class PoolConfig(StrictModel):
     start_timeout_s: float = Field(default=600.0, gt=0)
     max_replays: int = Field(default=2, ge=0)
     """How often a group may be replayed after the loss of its actor before it fails."""
+    weight_transport: Literal["object_store", "gloo", "nccl"] = "object_store"
+    """How new weights come from a trainer that is a Ray actor: through Ray's object store, or straight from
+    its memory by Ray's tensor transport, then from a ``TensorTransportSource``."""
     trust_remote_code: bool = False
 
     @field_validator("model", "tokenizer")
@@ -125,6 +128,15 @@ class PoolConfig(StrictModel):
             raise ValueError(
                 f"gpus_per_actor: with tensor_parallel_size {self.tensor_parallel_size} it counts per rank, "
                 f"and a rank has one whole GPU (1) or runs on cores (0), got {self.gpus_per_actor:g}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_process_group(self) -> Self:
+        if self.weight_transport != "object_store" and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"weight_transport: {self.weight_transport} needs a process group that the ranks of a tensor-"
+                "parallel group have in use; use object_store"
             )
         return self
 

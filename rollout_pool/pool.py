@@ -27,7 +27,8 @@ from rollout_pool.preflight import ActorResources, check_paths, check_split, pla
 from rollout_pool.recovery import Crew, one_line
 from rollout_pool.requests import call_seed, resolve_requests
 from rollout_pool.types import PoolStats, Prompt, RolloutGroup, RolloutRequest, SamplingParams
-from rollout_pool.weight_sync.session import Kv, Policy, WeightSync
+from rollout_pool.weight_sync.rank_calls import Kv
+from rollout_pool.weight_sync.session import Policy, WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class PoolActor:
         self._dispatcher = Dispatcher(
             self._ledger, self._tasks, members, lose, present_version=lambda: self._sync.version
         )
-        self._sync = WeightSync(members, self._tasks, lose, self._dispatcher.stopped)
+        self._sync = WeightSync(members, self._tasks, lose, self._dispatcher.stopped, config.weight_transport)
         self._started = asyncio.Event()
         self._tasks.start(self._start())
 

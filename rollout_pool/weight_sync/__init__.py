@@ -14,14 +14,16 @@ if TYPE_CHECKING:
     from rollout_pool.weight_sync.shipment import Shipment as Shipment
     from rollout_pool.weight_sync.shipment import ship as ship
     from rollout_pool.weight_sync.trainer import WeightSource as WeightSource
+    from rollout_pool.weight_sync.transport import TensorTransportSource as TensorTransportSource
 
 _HOME = {
     "Shipment": "rollout_pool.weight_sync.shipment",
     "ship": "rollout_pool.weight_sync.shipment",
     "WeightSource": "rollout_pool.weight_sync.trainer",
+    "TensorTransportSource": "rollout_pool.weight_sync.transport",
 }
 
-__all__ = ["Shipment", "WeightSource", "ship"]
+__all__ = ["Shipment", "TensorTransportSource", "WeightSource", "ship"]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from ray.actor import ActorHandle
@@ -13,7 +13,7 @@ from rollout_pool.actors.weight_records import Manifest
 from rollout_pool.errors import ConfigError, RolloutPoolError, WeightSyncError
 
 
-async def arrivals(source: Any) -> AsyncIterator[Any]:
+async def arrivals(source: Any) -> AsyncGenerator[Any, None]:
     """Ray references to buckets, and at last the :class:`Manifest` itself.
 
     source: a :class:`~rollout_pool.weight_sync.shipment.Shipment`; the handle of a trainer that is a
@@ -40,7 +40,7 @@ async def arrivals(source: Any) -> AsyncIterator[Any]:
         )
 
 
-async def _from_trainer(ranks: Sequence[Any]) -> AsyncIterator[Any]:
+async def _from_trainer(ranks: Sequence[Any]) -> AsyncGenerator[Any, None]:
     """All ranks gather, the first one sends. The last that it sends is the manifest."""
     first, *others = [rank.weight_buckets.remote() for rank in ranks]
     rest = [asyncio.ensure_future(_to_the_end(stream)) for stream in others]

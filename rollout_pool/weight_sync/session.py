@@ -10,17 +10,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
+from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
 from rollout_pool.actors.weight_records import Manifest, WeightReceipt
 from rollout_pool.background import TaskSet
 from rollout_pool.errors import ActorStartError, ConfigError, RolloutPoolError, WeightSyncError
 from rollout_pool.weight_sync.arrivals import arrivals
+from rollout_pool.weight_sync.rank_calls import Kv, Update, install, lives, reason, write
 
 if TYPE_CHECKING:
     from rollout_pool.actors.tensor_parallel import RankActors
@@ -29,30 +30,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Policy = Literal["drain", "abort", "in_flight"]
-Kv = Literal["recompute", "keep"]
+Transport = Literal["object_store", "gloo", "nccl"]
 POLICIES: tuple[Policy, ...] = ("drain", "abort", "in_flight")
 KV: tuple[Kv, ...] = ("recompute", "keep")
 
 WRITE_TIMEOUT_S = 300.0
 """For one actor to write weights that it has staged: a step of its engine and a copy within its memory."""
-ANSWER_TIMEOUT_S = 10.0
-"""For an actor to show that a call that failed was not its fault."""
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """A version that was decided, kept in Ray's object store for actors that are started later."""
-
-    version: int
-    manifest: Manifest
-    buckets: tuple[Any, ...]
 
 
 class WeightSync:
     """The versions of a pool's weights. ``version`` 0 is the checkpoint that actors load.
 
     members: those that serve, by name. lose: tells that one is of no use. stopped: keeps the members from
-    running samples for as long as its context lasts, by a policy.
+    running samples for as long as its context lasts, by a policy. transport: of weights from a trainer that
+    is an actor.
     """
 
     def __init__(
@@ -61,12 +52,14 @@ class WeightSync:
         tasks: TaskSet,
         lose: Callable[[Member, str], None],
         stopped: Callable[[Policy], AbstractAsyncContextManager[None]],
+        transport: Transport,
     ) -> None:
         self.version = 0
         self._members = members
         self._tasks = tasks
         self._lose = lose
         self._stopped = stopped
+        self._transport = transport
         self._lock = asyncio.Lock()
         self._full: Update | None = None
         self._adapters: Update | None = None
@@ -90,6 +83,10 @@ class WeightSync:
                 f"weights of version {wanted} were not everywhere within timeout_s ({timeout_s:g} s); "
                 f"version {self.version} goes on"
             ) from None
+        finally:  # nothing is left after a commit, and nothing may be left after a failure
+            for member in self._members.values():
+                for rank in member.ranks.handles:
+                    rank.discard_weights.remote()
 
     @asynccontextmanager
     async def joining(self, name: str, ranks: RankActors, timeout_s: float) -> AsyncIterator[int]:
@@ -102,10 +99,10 @@ class WeightSync:
                 async with asyncio.timeout(timeout_s):
                     for update in (self._full, self._adapters):
                         if update is not None:
-                            await _install(ranks, update)
-            except (RayError, TimeoutError) as error:
+                            await install(ranks, await self._with_buckets(update))
+            except (RayError, TimeoutError, WeightSyncError) as error:
                 raise ActorStartError(
-                    f"{name} did not get the weights of version {self.version}: {_reason(error)}; sync again"
+                    f"{name} did not get the weights of version {self.version}: {reason(error)}; sync again"
                 ) from error
             yield self.version
 
@@ -121,39 +118,54 @@ class WeightSync:
         return version
 
     async def _stage(self, source: Any, version: int) -> Update:
-        """Bring an update to all ranks and have them check it. On the way out, none of them has to."""
+        """Bring an update to all ranks, and have them check it."""
         buckets: list[Any] = []
         manifest: Manifest | None = None
         calls: dict[Member, list[Any]] = {member: [] for member in self._members.values()}
-        try:
-            async for item in arrivals(source):
+        is_kept = self._transport == "object_store" or not isinstance(source, ActorHandle)
+        async with aclosing(self._arrivals(source, is_kept)) as items:
+            async for item in items:
                 if isinstance(item, Manifest):
                     manifest = item
-                    break
-                buckets.append(item)
+                    continue
                 for member, pending in calls.items():
                     pending += [rank.stage_weights.remote(version, item) for rank in member.ranks.handles]
-            assert manifest is not None
-            await self._of_all({member: asyncio.gather(*pending) for member, pending in calls.items()})
-            checks = {
-                member: asyncio.gather(
-                    *(rank.check_weights.remote(version, manifest) for rank in member.ranks.handles)
-                )
-                for member in calls
-                if member in self._members.values()
-            }
-            await self._of_all(checks)
-        except BaseException:
-            for member in self._members.values():
-                for rank in member.ranks.handles:
-                    rank.discard_weights.remote()
-            raise
-        return Update(version, manifest, tuple(buckets))
+                if is_kept:
+                    buckets.append(item)
+                else:
+                    await self._of_all(calls)
+                    calls = {member: [] for member in calls if member in self._members.values()}
+        assert manifest is not None
+        await self._of_all(calls)
+        left = [member for member in calls if member in self._members.values()]
+        await self._of_all(
+            {m: [rank.check_weights.remote(version, manifest) for rank in m.ranks.handles] for m in left}
+        )
+        return Update(version, manifest, tuple(buckets) if is_kept else None)
 
-    async def _of_all(self, answers: Mapping[Member, asyncio.Future[Any]]) -> None:
+    def _arrivals(self, source: Any, is_kept: bool) -> AsyncGenerator[Any, None]:
+        if is_kept or self._transport == "object_store":
+            return arrivals(source)
+        from rollout_pool.weight_sync.transport import transported
+
+        receivers = [rank for member in self._members.values() for rank in member.ranks.handles]
+        return transported(source, receivers, self._transport)
+
+    async def _with_buckets(self, update: Update) -> Update:
+        """An update with something to install, from an actor that has it, if it was not kept."""
+        if update.buckets is not None:
+            return update
+        owner = next((m for m in self._members.values() if m.weight_version == self.version), None)
+        if owner is None:
+            raise WeightSyncError("no actor is left that has them")
+        *buckets, manifest = [reference async for reference in owner.handle.export_weights.remote()]
+        return Update(update.version, await manifest, tuple(buckets))
+
+    async def _of_all(self, calls: Mapping[Member, Sequence[Any]]) -> None:
         """Wait for the ranks of each member. One that died is lost; any other failure is the update's."""
-        results = await asyncio.gather(*answers.values(), return_exceptions=True)
-        for member, result in zip(answers, results, strict=True):
+        answers = (asyncio.gather(*pending) for pending in calls.values())
+        results = await asyncio.gather(*answers, return_exceptions=True)
+        for member, result in zip(calls, results, strict=True):
             if not isinstance(result, BaseException):
                 continue
             cause = result.cause if isinstance(result, RayTaskError) else result
@@ -161,25 +173,25 @@ class WeightSync:
                 raise WeightSyncError(f"{member.name}: {cause}; version {self.version} goes on") from None
             if not isinstance(result, RayError):
                 raise result
-            if await _lives(member):
+            if await lives(member):
                 raise WeightSyncError(
-                    f"{member.name} could not read the new weights: {_reason(result)}; "
+                    f"{member.name} could not read the new weights: {reason(result)}; "
                     f"version {self.version} goes on"
                 ) from result
-            self._lose(member, _reason(result))
-        if not any(member in self._members.values() for member in answers):
+            self._lose(member, reason(result))
+        if not any(member in self._members.values() for member in calls):
             raise WeightSyncError(f"no rollout actor is left; a new one gets version {self.version}")
 
     async def _commit(self, update: Update, kv: Kv) -> list[WeightReceipt]:
         """Write on every member. It goes on when the caller is gone."""
         written: asyncio.Future[list[WeightReceipt]] = asyncio.get_running_loop().create_future()
 
-        async def write() -> None:
+        async def go_through() -> None:
             receipts = await self._write(update, kv)
             if not written.done():
                 written.set_result(receipts)
 
-        self._tasks.start(write())
+        self._tasks.start(go_through())
         try:
             receipts = await asyncio.shield(written)
         except asyncio.CancelledError:
@@ -198,46 +210,16 @@ class WeightSync:
         else:
             self._adapters = update
         members = list(self._members.values())
-        writing = (asyncio.wait_for(_write(member.ranks, update, kv), WRITE_TIMEOUT_S) for member in members)
+        writing = (asyncio.wait_for(write(member.ranks, update, kv), WRITE_TIMEOUT_S) for member in members)
         results = await asyncio.gather(*writing, return_exceptions=True)
         receipts: list[WeightReceipt] = []
         for member, result in zip(members, results, strict=True):
             if isinstance(result, BaseException):
-                self._lose(member, f"it did not write version {update.version}: {_reason(result)}")
+                self._lose(member, f"it did not write version {update.version}: {reason(result)}")
                 continue
             member.weight_version = update.version
             receipts += [dataclasses.replace(receipt, actor=member.name) for receipt in result]
         return receipts
-
-
-async def _install(ranks: RankActors, update: Update) -> None:
-    version = update.version
-    for bucket in update.buckets:
-        await asyncio.gather(*(rank.stage_weights.remote(version, bucket) for rank in ranks.handles))
-    await asyncio.gather(*(rank.check_weights.remote(version, update.manifest) for rank in ranks.handles))
-    await _write(ranks, update, "recompute")
-
-
-async def _write(ranks: RankActors, update: Update, kv: Kv) -> list[WeightReceipt]:
-    """Rank 0 makes all ranks write, in one step of its engine. Every rank must have what was sent."""
-    leader, *followers = ranks.handles
-    receipts = await asyncio.gather(
-        leader.commit_weights.remote(update.version, kv),
-        *(follower.weight_receipt.remote(update.version) for follower in followers),
-    )
-    for rank, receipt in enumerate(receipts):
-        if (receipt.version, receipt.checksum) != (update.version, update.manifest.checksum):
-            raise WeightSyncError(f"rank {rank} has version {receipt.version}, {receipt.checksum}")
-    return [dataclasses.replace(receipt, rank=rank) for rank, receipt in enumerate(receipts)]
-
-
-async def _lives(member: Member) -> bool:
-    try:
-        async with asyncio.timeout(ANSWER_TIMEOUT_S):
-            await member.ranks.progress()
-    except (RayError, TimeoutError):
-        return False
-    return True
 
 
 def _check_choices(policy: str, kv: str) -> None:
@@ -245,8 +227,3 @@ def _check_choices(policy: str, kv: str) -> None:
         raise ConfigError(f"policy: must be one of {', '.join(POLICIES)}, got {policy!r}")
     if kv not in KV:
         raise ConfigError(f"kv: must be one of {', '.join(KV)}, got {kv!r}")
-
-
-def _reason(error: BaseException) -> str:
-    cause = error.cause if isinstance(error, RayTaskError) else error
-    return " ".join(str(cause).split())[:300] or type(cause).__name__

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-import torch
 
-from rollout_pool.actors.checksums import checksum
-from rollout_pool.actors.weight_records import Bucket, Manifest, TensorRecord
-from rollout_pool.weight_sync.sources import DEFAULT_BUCKET_BYTES, Source, open_source
+from rollout_pool.actors.weight_packing import DEFAULT_BUCKET_BYTES, pack
+from rollout_pool.actors.weight_records import Bucket, Manifest
+from rollout_pool.weight_sync.sources import Source, open_source
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,25 +43,11 @@ def ship(source: Any, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Shipment |
 
 
 def packed(source: Source, *, as_bytes: bool = True) -> Iterator[Bucket | Manifest]:
-    """Buckets, and at last the manifest of them all; nothing where the rank is not the first.
+    """Buckets and their manifest, as :func:`~rollout_pool.actors.weight_packing.pack` makes them.
 
-    as_bytes: for the object store; otherwise a bucket holds the tensors themselves.
+    Nothing where the rank is not the first, which takes part in gathering all the same.
     """
-    records: list[TensorRecord] = []
-    for group in source.groups:
-        found = tuple(_record(name, tensor) for name, tensor in group)
-        records += found
-        yield Bucket(found, [_as_bytes(tensor) if as_bytes else tensor.detach() for _, tensor in group])
-        del group  # before the next is made
     if source.is_first_rank:
-        yield Manifest(tuple(records), source.loras)
-
-
-def _record(name: str, tensor: torch.Tensor) -> TensorRecord:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorRecord(name, tuple(tensor.shape), dtype, checksum(tensor))
-
-
-def _as_bytes(tensor: torch.Tensor) -> Any:
-    """uint8 ``[bytes]``; the tensor's own memory where that is on the CPU and in order."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        yield from pack(source.groups, source.loras, as_bytes=as_bytes)
+    else:
+        assert not list(source.groups)

@@ -15,16 +15,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from rollout_pool.actors.weight_packing import DEFAULT_BUCKET_BYTES, Named, grouped
 from rollout_pool.actors.weight_places import persistent_buffers
 from rollout_pool.actors.weight_records import LoraRecord
 from rollout_pool.errors import ConfigError
 from rollout_pool.weight_sync.checkpoint_source import checkpoint_tensors
 from rollout_pool.weight_sync.peft_source import adapters, has_adapters
 from rollout_pool.weight_sync.zero import gathered, is_partitioned
-
-DEFAULT_BUCKET_BYTES = 256 * 2**20
-
-Named = tuple[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -49,14 +46,14 @@ def open_source(source: Any, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Source
     Raises :class:`ConfigError` for anything else, and for adapters that cannot be merged exactly.
     """
     if isinstance(source, str | os.PathLike):
-        return Source(grouped(checkpoint_tensors(Path(source)), bucket_bytes))
+        return _plain(checkpoint_tensors(Path(source)), bucket_bytes)
     if isinstance(source, Mapping):
-        return Source(grouped(source.items(), bucket_bytes))
+        return _plain(source.items(), bucket_bytes)
     module = unwrapped(source)
     if isinstance(module, torch.nn.Module):
         return _of_module(module, bucket_bytes)
     if isinstance(source, Iterable):
-        return Source(grouped(source, bucket_bytes))
+        return _plain(source, bucket_bytes)
     raise ConfigError(
         f"cannot read weights from {type(source).__name__}: pass a state dict, an iterable of "
         "(name, tensor), a checkpoint's path, a module or a DeepSpeed engine"
@@ -74,19 +71,8 @@ def unwrapped(source: Any) -> Any:
         source = inner
 
 
-def grouped(tensors: Iterable[Named], max_bytes: int) -> Iterator[list[Named]]:
-    """Neighbours together, as long as they have no more than ``max_bytes``."""
-    group: list[Named] = []
-    size = 0
-    for name, tensor in tensors:
-        _require_full(name, tensor)
-        if group and size + tensor.nbytes > max_bytes:
-            yield group
-            group, size = [], 0
-        group.append((name, tensor))
-        size += tensor.nbytes
-    if group:
-        yield group
+def _plain(tensors: Iterable[Named], bucket_bytes: int) -> Source:
+    return Source(grouped(map(_full, tensors), bucket_bytes))
 
 
 def _of_module(module: torch.nn.Module, bucket_bytes: int) -> Source:
@@ -100,10 +86,13 @@ def _of_module(module: torch.nn.Module, bucket_bytes: int) -> Source:
     if is_partitioned(module):
         return Source(gathered(tensors, bucket_bytes, keep=is_first), loras, is_first)
     # Each rank has all of them; only the first sends.
-    return Source(grouped(tensors, bucket_bytes) if is_first else iter(()), loras, is_first)
+    groups = grouped(map(_full, tensors), bucket_bytes) if is_first else iter(())
+    return Source(groups, loras, is_first)
 
 
-def _require_full(name: str, tensor: Any) -> None:
+def _full(named: Named) -> Named:
+    """The same, unless there is less in it than a full tensor."""
+    name, tensor = named
     if not isinstance(tensor, torch.Tensor):
         raise ConfigError(f"{name}: weights are tensors, got {type(tensor).__name__}")
     if isinstance(tensor, DTensor):
@@ -112,3 +101,4 @@ def _require_full(name: str, tensor: Any) -> None:
         raise ConfigError(f"{name} is partitioned by ZeRO-3: pass the engine or its module, on every rank")
     if tensor.is_meta:
         raise ConfigError(f"{name} has no data (it is on the meta device)")
+    return named

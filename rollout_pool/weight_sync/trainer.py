@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from rollout_pool.actors.weight_packing import DEFAULT_BUCKET_BYTES
 from rollout_pool.actors.weight_records import Bucket, Manifest
-from rollout_pool.weight_sync.shipment import packed
-from rollout_pool.weight_sync.sources import DEFAULT_BUCKET_BYTES, open_source
 
 
 class WeightSource:
@@ -29,4 +28,7 @@ class WeightSource:
 
     def weight_buckets(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[Bucket | Manifest]:
         """The buckets, and at last the manifest; a generator, so that each is sent while the next is made."""
+        from rollout_pool.weight_sync.shipment import packed
+        from rollout_pool.weight_sync.sources import open_source
+
         yield from packed(open_source(self.rollout_weights(), bucket_bytes))
