@@ -176,14 +176,13 @@ class RankActors:
             },
         }
         how = {"threads": self._threads, "device": self._device}
-        if rank == 0:
-            transports = self._config.weight_transport != "object_store"
-            # Left out where it is not needed: it starts threads of its own in every actor.
-            extra: dict[str, Any] = {"enable_tensor_transport": True} if transports else {"num_cpus": 0}
-            return (
-                ray.remote(**extra)(RolloutActor).options(**options).remote(self._config, self._name, **how)
-            )
-        return ray.remote(FollowerActor).options(**options).remote(self._config, self._name, rank, **how)
+        if rank > 0:
+            return ray.remote(FollowerActor).options(**options).remote(self._config, self._name, rank, **how)
+        transports = self._config.weight_transport != "object_store"
+        # Left out where it is not needed: it starts threads of its own in an actor.
+        extra: dict[str, Any] = {"enable_tensor_transport": True} if transports else {"num_cpus": 0}
+        leader = ray.remote(**extra)(RolloutActor).options(**options)
+        return leader.remote(self._config, self._name, **how)
 
     async def _load(self) -> ActorInfo:
         """The ranks meet and load in lockstep. The first that fails ends it: the others wait for it."""

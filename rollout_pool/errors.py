@@ -61,7 +61,7 @@ class PoolClosedError(RolloutPoolError, RuntimeError):
 
 
 class WeightSyncError(RolloutPoolError, RuntimeError):
-    """New weights were refused or did not arrive; the message names the tensors, and the old weights serve."""
+    """New weights were refused or did not arrive; the message names the tensors. The old ones go on."""
 
 
 class VerificationError(RolloutPoolError, RuntimeError):
