@@ -68,7 +68,7 @@ class Skeleton:
         owner = self.model.get_submodule(name.rpartition(".")[0])
         if owner in (self.model.get_input_embeddings(), self.model.get_output_embeddings()):
             return "vocabulary"
-        return "intermediate size" if re.search("mlp|expert|feed_forward|ffn", name) else "size"
+        return "intermediate size" if re.search("mlp|expert|feed_forward|ffn", name) else f"width of {name}"
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ class SplitRules:
                 splits[name] = Split(f"{name}.weight", 0, module.out_features)
         if not splits:
             return cls(skeleton, {}, True, f"AutoTP finds no linear layers in {type(model).__name__}")
-        splits["head"] = Split("", 1, skeleton.config.hidden_size)  # it is split by its input
-        return cls(skeleton, splits, True)
+        head = Split("", 1, skeleton.config.hidden_size)  # it is split by its input
+        return cls(skeleton, {"head": head, **splits}, True)
 
     def reason_against(self, size: int) -> str | None:
         """Why ``size`` ranks cannot split the model, with the numbers; None when they can."""
