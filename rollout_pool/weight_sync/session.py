@@ -209,7 +209,7 @@ class WeightSync:
             self._full, self._adapters = update, None
         else:
             self._adapters = update
-        members = list(self._members.values())
+        members = sorted(self._members.values(), key=lambda member: member.name)
         writing = (asyncio.wait_for(write(member.ranks, update, kv), WRITE_TIMEOUT_S) for member in members)
         results = await asyncio.gather(*writing, return_exceptions=True)
         receipts: list[WeightReceipt] = []
