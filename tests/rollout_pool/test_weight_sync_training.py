@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -17,7 +19,15 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollout_pool import EngineConfig, PoolConfig, RolloutPool, RolloutRequest, SamplingParams, verify
+from rollout_pool import (
+    EngineConfig,
+    PoolConfig,
+    RolloutPool,
+    RolloutRequest,
+    SamplingParams,
+    WeightSyncError,
+    verify,
+)
 from rollout_pool.weight_sync import WeightSource, ship
 
 pytestmark = pytest.mark.slow
@@ -85,6 +95,39 @@ def test_plain_trainer_after_every_step(pool, tiny_model_dir: str) -> None:
         optimizer.zero_grad()
         check(pool, ship(model, bucket_bytes=50_000), model, first + step)
     assert verify(stale, model).max_abs_diff > 1e-2  # training has moved it, or nothing is shown above
+
+
+def test_update_that_does_not_fit_is_refused_and_a_lost_rank_gets_the_present_one(
+    pool, tiny_model_dir
+) -> None:
+    model = load(tiny_model_dir)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.02)
+    version = ray.get(pool.stats.remote()).weight_version + 1
+    check(pool, ship(model), model, version)
+    name = "model.layers.0.mlp.down_proj.weight"
+    for change, said in (
+        (
+            lambda weight: weight[:, ::2],
+            r"has shape \[64, 64\], here it is \[64, 128\]",
+        ),  # a rank's part of it
+        (lambda weight: weight * torch.nan, "holds NaN or infinity"),
+    ):
+        wrong = {**model.state_dict(), name: change(model.state_dict()[name])}
+        with pytest.raises(WeightSyncError, match=f"{name} {said}"):
+            ray.get(pool.sync_weights.remote(ship(wrong)), timeout=180)
+    before = ray.get(pool.stats.remote())
+    os.kill(ray.get(pool.ready.remote())[0].ranks[-1].pid, signal.SIGKILL)
+    deadline = time.monotonic() + 180
+    while (now := ray.get(pool.stats.remote())).actors_lost == before.actors_lost or (
+        now.num_actors < before.num_actors
+    ):
+        assert time.monotonic() < deadline, "the lost rank was not replaced"
+        time.sleep(0.2)
+    groups = ray.get(pool.rollout.remote(PROMPTS, SAMPLING), timeout=180)
+    assert verify(groups, model).max_abs_diff < 1e-3
+    assert {sample.weight_version for group in groups for sample in group.samples} == {version}
 
 
 @ray.remote(num_cpus=0)
