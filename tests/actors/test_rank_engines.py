@@ -115,8 +115,9 @@ def test_two_ranks_give_the_tokens_of_one(family: str, backend: str, saved: Any,
 
 
 @pytest.mark.slow
-def test_four_ranks_give_the_tokens_of_one(saved: Any, prompts_of: Any) -> None:
-    model, folder = saved("llama", num_key_value_heads=4)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "qwen3-moe"])
+def test_four_ranks_give_the_tokens_of_one(family: str, saved: Any, prompts_of: Any) -> None:
+    model, folder = saved(family, num_key_value_heads=4)
     requests = written(prompts_of(LENGTHS), n=4)
     result = run(4, model=folder, config=CONFIG, requests=requests)
     assert_equal(result["rounds"][0], alone(model, requests))
