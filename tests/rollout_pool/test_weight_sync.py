@@ -288,6 +288,7 @@ def whole(pool, actors: int = 2) -> None:
     wait_until(lambda: stats(pool).num_actors == actors, "the lost actor was not replaced")
 
 
+@pytest.mark.slow
 def test_replacement_has_the_present_weights_before_it_serves(pool, serving, trainer) -> None:
     whole(pool)
     sync(pool, ship(trainer))
@@ -301,6 +302,7 @@ def test_replacement_has_the_present_weights_before_it_serves(pool, serving, tra
     assert {engine.weight_version for engine in stats(pool).actors} == {stats(pool).weight_version}
 
 
+@pytest.mark.slow
 def test_actor_that_is_killed_during_a_sync_does_not_keep_the_others_from_it(pool, serving, trainer) -> None:
     whole(pool)
 
@@ -324,6 +326,7 @@ def test_actor_that_is_killed_during_a_sync_does_not_keep_the_others_from_it(poo
     assert_serves(pool, trainer)
 
 
+@pytest.mark.slow
 def test_actor_that_cannot_write_is_replaced_by_one_that_has_the_weights(pool, serving, trainer) -> None:
     whole(pool)
 
@@ -366,6 +369,7 @@ class Trainer(WeightSource):
         yield from super().weight_buckets(30_000)
 
 
+@pytest.mark.slow
 def test_trainer_that_is_an_actor_is_asked_for_its_weights(pool, serving, trainer) -> None:
     actor = Trainer.remote(trainer)
     receipts = sync(pool, actor)
