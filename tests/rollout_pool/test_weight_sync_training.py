@@ -12,12 +12,13 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Phi3Config
 
 from rollout_pool import (
     EngineConfig,
@@ -208,3 +209,43 @@ def test_deepspeed_trainer_of_two_ranks_after_every_step(pool, tiny_model_dir: s
         check(pool, ranks, model, first + step)
     for rank in ranks:
         ray.kill(rank)
+
+
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [
+        ("tied Llama", "transformers"),
+        ("tied Llama", "deepspeed"),
+        ("fused Phi-3", "transformers"),
+        ("MoE", "transformers"),
+    ],  # AutoTP refuses the other two
+)
+def test_shards_of_other_shapes_take_the_trainers_weights(
+    cluster: None, tmp_path: Path, family: str, backend: str
+) -> None:
+    """A head tied to the embedding, fused projections, stacked experts."""
+    size = {
+        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
+    }  # fmt: skip
+    if family == "tied Llama":
+        configuration: Any = LlamaConfig(**size, tie_word_embeddings=True)
+    elif family == "MoE":
+        configuration = MixtralConfig(**size, num_local_experts=4)
+    else:
+        configuration = Phi3Config(**size)
+    AutoModelForCausalLM.from_config(configuration).save_pretrained(tmp_path)
+    config = PoolConfig(
+        model=str(tmp_path),
+        cpus_per_actor=1,
+        tensor_parallel_size=2,
+        tensor_parallel_backend=backend,  # type: ignore[arg-type]
+        engine=ENGINE,
+    )
+    pool = RolloutPool.remote(config)
+    model = load(str(tmp_path))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    check(pool, ship(model), model, 1)
+    ray.get(pool.shutdown.remote())
