@@ -1,4 +1,4 @@
-"""An engine over several ranks, for the tests: ``python rank_engines.py roll_out SIZE [JSON arguments]``.
+"""An engine over several ranks, for the tests; ``rank_launcher.py`` starts them.
 
 Not collected by pytest. Rank 0 rolls out and prints its groups as JSON; the others follow.
 """
@@ -103,4 +103,4 @@ if __name__ == "__main__":
     ranks = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(ranks)
     ranks.CASES["roll_out"] = roll_out
-    sys.exit(ranks.main(sys.argv[1:], __file__))
+    ranks.main(sys.argv[1:])

@@ -1,7 +1,6 @@
-"""Real ranks for the tests: ``python ranks.py CASE SIZE [JSON arguments]`` prints one JSON result per rank.
+"""Real ranks for the tests, each a process that ``rank_launcher.py`` starts.
 
-Not collected by pytest. The launcher starts every rank as a process of its own, rank 0 first, since it
-opens the store; a case is a function here that each of them runs.
+Not collected by pytest. A case is a function here that every rank runs.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import inspect
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from typing import Any
@@ -26,30 +24,10 @@ MARK = "result: "
 LONG = [0, -1, 2**62, *range(1000)]
 
 
-def launch(case: str, size: int, arguments: str, script: str = __file__) -> int:
-    def start(rank: int, address: str) -> subprocess.Popen[str]:
-        command = [sys.executable, script, "--rank", case, str(rank), str(size), address, arguments]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-    first = start(0, "")
-    assert first.stdout is not None
-    address = first.stdout.readline().strip()
-    processes = [first, *(start(rank, address) for rank in range(1, size))]
-    results, failed = [], 0
-    for process in processes:
-        output, _ = process.communicate()
-        lines = [line for line in output.splitlines() if line.startswith(MARK)]
-        results.append(json.loads(lines[-1].removeprefix(MARK)) if lines else None)
-        failed += process.returncode not in (0, -signal.SIGKILL)
-    print(json.dumps(results))
-    return failed
-
-
-def run_rank(case: str, rank: int, size: int, address: str, arguments: str) -> None:
+def run_rank(case: str, rank: int, size: int, arguments: str) -> None:
     torch.set_num_threads(1)
-    store = None
+    store, address = open_store() if rank == 0 else (None, sys.stdin.readline().strip())
     if rank == 0:
-        store, address = open_store()
         print(address, flush=True)
     result = CASES[case](rank, size, address, store, **json.loads(arguments))
     print(MARK + json.dumps(result), flush=True)
@@ -237,15 +215,11 @@ CASES: dict[str, Any] = {
 }
 
 
-def main(arguments: list[str], script: str = __file__) -> int:
-    """Be a rank, or launch them."""
-    if arguments[0] == "--rank":
-        case, rank, size, address, values = arguments[1:]
-        run_rank(case, int(rank), int(size), address, values)
-        return 0
-    case, size, values = (*arguments, "{}")[:3]
-    return launch(case, int(size), values, script)
+def main(arguments: list[str]) -> None:
+    """Be a rank."""
+    _, case, rank, size, values = arguments
+    run_rank(case, int(rank), int(size), values)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

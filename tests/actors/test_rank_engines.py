@@ -16,6 +16,7 @@ import transformers
 from rollout_pool import Engine, EngineConfig, RolloutRequest, SamplingParams
 
 SCRIPT = Path(__file__).with_name("rank_engines.py")
+LAUNCHER = Path(__file__).with_name("rank_launcher.py")
 LENGTHS = (1, 5, 17, 3, 30, 9)
 BUDGETS = (24, 20, 20, 16, 8, 8)
 CONFIG: dict[str, Any] = {"num_slots": 4, "max_length": 64}
@@ -36,7 +37,7 @@ NOT_SPLIT = {("opt", "transformers"), ("qwen3-moe", "deepspeed")}  # no plan; no
 
 def run(size: int, **arguments: Any) -> dict[str, Any]:
     """What rank 0 of ``size`` ranks says."""
-    command = [sys.executable, "-P", str(SCRIPT), "roll_out", str(size), json.dumps(arguments)]
+    command = [sys.executable, "-P", str(LAUNCHER), str(SCRIPT), "roll_out", str(size), json.dumps(arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -20,12 +20,13 @@ from rollout_pool.actors.rank_place import place_rank
 from rollout_pool.errors import ActorStartError, CapacityError
 
 RANKS = Path(__file__).with_name("ranks.py")
+LAUNCHER = Path(__file__).with_name("rank_launcher.py")
 LONG = [0, -1, 2**62, *range(1000)]
 
 
 def run_ranks(case: str, size: int, *, environment: dict[str, str] | None = None, **arguments: Any) -> Any:
     """One result per rank; None for a rank that was killed."""
-    command = [sys.executable, "-P", str(RANKS), case, str(size), json.dumps(arguments)]
+    command = [sys.executable, "-P", str(LAUNCHER), str(RANKS), case, str(size), json.dumps(arguments)]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=100)
     assert done.returncode == 0, done.stderr[-3000:]

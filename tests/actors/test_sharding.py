@@ -18,6 +18,7 @@ from rollout_pool.actors.sharding import refuse_unsplittable
 from rollout_pool.errors import UnsupportedModelError
 
 RANKS = Path(__file__).with_name("ranks.py")
+LAUNCHER = Path(__file__).with_name("rank_launcher.py")
 SMOLLM = Path.home() / ".cache" / "rollout-pool" / "SmolLM2-135M-Instruct"
 BIAS = {"attention_bias": True, "mlp_bias": True}
 LAYERED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 8}
@@ -103,7 +104,7 @@ def saved(
 def run_shards(backend: str, size: int, models: list[str]) -> list[list[dict[str, Any]]]:
     """One list per model, with one result per rank."""
     arguments = json.dumps({"models": models, "backend": backend})
-    command = [sys.executable, "-P", str(RANKS), "shards", str(size), arguments]
+    command = [sys.executable, "-P", str(LAUNCHER), str(RANKS), "shards", str(size), arguments]
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
