@@ -4,8 +4,8 @@
     python examples/grpo.py --seed 1 --curve docs/images/grpo_seed_1.png
 
 The task is a toy that a random model can learn from nothing but rewards: repeat the first token of the
-prompt. The reward is the share of the answer that does. A random model gets 1 of 14, and one that has
-learned to look back gets all. Everything else is as in a real run: groups of samples, advantages within
+prompt. The reward is the share of the answer that does. A random model gets one of 16, and one that
+has learned to look back gets all. Everything else is as in a real run: groups of samples, advantages within
 the group, a clipped ratio against the log-probabilities that came with the samples, and a check that
 these are the trainer's own. Needs ``pip install 'rollout-pool[examples]'`` for the curve.
 """
@@ -110,7 +110,7 @@ def draw(curve: list[float], path: Path, seed: int) -> None:
 
     figure, axes = pyplot.subplots(figsize=(6, 3.2), layout="constrained")
     axes.plot(curve)
-    axes.axhline(1 / (VOCAB - 1), linestyle=":", color="grey", label="chance")
+    axes.axhline(1 / VOCAB, linestyle=":", color="grey", label="chance")
     axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.02), title=f"GRPO on the pool, seed {seed}")
     axes.legend(loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
