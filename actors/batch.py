@@ -7,26 +7,18 @@ from dataclasses import replace
 from functools import partial
 from time import monotonic
 
-import numpy as np
-import torch
-
 from rollout_pool.actors import assembly
+from rollout_pool.actors.filling import Filler
 from rollout_pool.actors.graphs import Recorder
 from rollout_pool.actors.rank_group import RankGroup
 from rollout_pool.actors.rows import SAMPLED, Generated, Rows
 from rollout_pool.actors.running import Running, Seat
-from rollout_pool.actors.scheduler import Admission
 from rollout_pool.actors.seating import Seating
 from rollout_pool.actors.served_model import ServedModel
 from rollout_pool.actors.stopping import StopWatch
 from rollout_pool.actors.versions import VersionLog
-from rollout_pool.actors.worker import Draw
 from rollout_pool.config import EngineConfig
-from rollout_pool.kernels import ops
-from rollout_pool.types import EngineStats, Sample, SamplingParams, TokenIds
-
-SINGLE = -1
-"""Under this number the worker holds a sequence of one sample, for a moment."""
+from rollout_pool.types import EngineStats, SamplingParams, TokenIds
 
 OnSample = Callable[[Seat, Generated, bool], None]
 
@@ -56,8 +48,8 @@ class Batch:
         self.scheduler = assembly.scheduler_for(config, self._runner)
         look_every = assembly.look_every_for(config, device)
         self.seating = Seating(self.rows, self.worker, look_every, self._free, on_sample)
-        self._watch = watch
-        self.versions = VersionLog()
+        shares = config.prefix == "expand"
+        self._filler = Filler(self.worker, self.rows, self.seating, watch, shares)
         self._groups: dict[int, Running] = {}
         self._bytes_per_token = served.memory_plan.bytes_per_token
         kv_bytes = sum(tensor.nbytes for tensor in self.worker.cache.tensors())
@@ -73,14 +65,20 @@ class Batch:
             running_groups=len(self._groups) - waiting,
             live_rows=self.scheduler.num_live,
             new_tokens=self.seating.num_drawn,
+            prefills=self._filler.num_prefills,
+            prefill_tokens=self._filler.tokens_computed,
+            prefill_tokens_saved=self._filler.tokens_saved,
             waiting_samples=self.scheduler.num_waiting_samples,
         )
 
+    @property
+    def versions(self) -> VersionLog:
+        """Which weights there were when."""
+        return self._filler.versions
+
     def versions_of(self, seat: Seat, count: int) -> TokenIds:
         """Of the weights that drew each of a seat's ``count`` tokens: int64 ``[count]``."""
-        past = seat.past.token_versions if seat.past is not None else np.zeros(0, dtype=np.int64)
-        later = self.versions.of_steps(seat.first_step + past.size + 1, max(0, count - past.size - 1))
-        return np.concatenate((past, [seat.first_version], later))[:count]
+        return self._filler.versions_of(seat, count)
 
     def add(self, running: Running) -> None:
         """Queue a group."""
@@ -101,8 +99,7 @@ class Batch:
         with self._runner.session():
             self.seating.retire(self.seating.of(running), aborted=True)
             self.scheduler.cancel(running.state)
-            if running.is_held:
-                self.worker.drop(running.state.group_id)
+            self._filler.drop(running)
             self.seating.settle()
         self.forget(running)
 
@@ -147,67 +144,11 @@ class Batch:
     def _admit_all(self) -> bool:
         is_any = False
         while (admission := self.scheduler.admit()) is not None:
-            self._admit(admission)
+            running = self._groups[admission.group.group_id]
+            running.started = running.started or monotonic()
+            self._filler.admit(running, admission)
             is_any = True
         return is_any
-
-    def _admit(self, admission: Admission) -> None:
-        """Prefill a group if it is new, expand its KV into the slots, draw their first tokens."""
-        running, slots = self._groups[admission.group.group_id], admission.slots
-        params = running.request.sampling
-        running.started = running.started or monotonic()
-        numbers = running.order[admission.first : admission.first + len(slots)]
-        seats = [self._seat(running, number, slot) for slot, number in zip(slots, numbers, strict=True)]
-        keys = [ops.sample_key(*seat.draw_key) for seat in seats]
-        self.rows.admit(slots, running.prompt, params, keys, list(running.stop_ids))
-        self.seating.sit(seats)
-        fresh = [place for place, seat in enumerate(seats) if seat.past is None]
-        self._prefill(running, [slots[at] for at in fresh], [admission.columns[at] for at in fresh])
-        for seat, column in zip(seats, admission.columns, strict=True):
-            if seat.past is not None:
-                self._resume(seat, seat.past, column)
-        if admission.is_last:
-            if running.is_held:
-                running.is_held = False
-                self.worker.drop(admission.group.group_id)
-            needed = len(running.order) * running.prompt.size
-            self._count(prefill_tokens_saved=max(0, needed - running.prefill_tokens))
-
-    def _seat(self, running: Running, number: int, slot: int) -> Seat:
-        past = running.past.get(number)
-        num_past = 0 if past is None else past.token_ids.size
-        watch = self._watch(running.request.sampling)
-        if watch is not None and past is not None:
-            for token in past.token_ids.tolist():
-                watch.push(token)
-        first_step = self.seating.step - num_past
-        return Seat(running, number, slot, first_step, self.versions.current, watch, past)
-
-    def _prefill(self, running: Running, slots: Sequence[int], columns: Sequence[int]) -> None:
-        """Compute the prompt, once for all its samples unless ``prefix`` is off, and put it into slots."""
-        if not slots:
-            return
-        group, is_shared = running.state.group_id, self.config.prefix == "expand"
-        for part in [slots] if is_shared else [[slot] for slot in slots]:
-            if not (running.is_held and is_shared):
-                self.worker.prefill(group, running.prompt)
-                running.is_held = True
-                self._count_prefill(running, running.prompt.size)
-            self.worker.seat(group, columns[0], part, self._draw_for(ops.upload(part, self.rows.device)))
-
-    def _resume(self, seat: Seat, past: Sample, column: int) -> None:
-        """Compute a prompt with what one of its samples had drawn, and draw on from there."""
-        self.rows.resume(seat.slot, Generated(past.token_ids, past.logprobs, past.sampling_logprobs))
-        tokens = np.concatenate((seat.running.prompt, past.token_ids))
-        self.worker.prefill(SINGLE, tokens)
-        self._count_prefill(seat.running, tokens.size)
-        slots = [seat.slot]
-        self.worker.seat(SINGLE, column, slots, self._draw_for(ops.upload(slots, self.rows.device)))
-        self.worker.drop(SINGLE)
-
-    def _count_prefill(self, running: Running, num_tokens: int) -> None:
-        running.prefill_tokens += num_tokens
-        self._count(prefills=1, prefill_tokens=num_tokens)
 
     # Weights
 
@@ -220,21 +161,7 @@ class Batch:
             self.worker.commit(version)
             self.versions.change(version, self.seating.step)
             if recompute:
-                self._recompute()
-
-    def _recompute(self) -> None:
-        for running in self._groups.values():
-            if running.is_held:
-                self.worker.prefill(running.state.group_id, running.prompt)
-                self._count_prefill(running, running.prompt.size)
-        self.seating.settle()
-        seats = list(self.seating.seats.values())
-        for seat, tokens in zip(seats, self.seating.drawn_by(seats), strict=True):
-            written = np.concatenate((seat.running.prompt, tokens[:-1]))
-            self.worker.prefill(SINGLE, written)
-            self._count_prefill(seat.running, written.size)
-            self.worker.refill(SINGLE, self.scheduler.column_of(seat.slot), [seat.slot])
-            self.worker.drop(SINGLE)
+                self._filler.recompute(self._groups.values(), self.scheduler.column_of)
 
     # Rows
 
@@ -270,13 +197,11 @@ class Batch:
         is_strict = self.config.deterministic == "strict"
         num_rows = self.config.num_slots if is_strict else self.scheduler.num_rows
         column = self.scheduler.column(self.seating.longest)
-        self.worker.decode(num_rows, column, self._draw_for(slice(0, num_rows)), self.rows.kind())
+        draw = self.rows.drawing(slice(0, num_rows))
+        self.worker.decode(num_rows, column, draw, self.rows.kind())
         self.scheduler.advance()
         self.seating.stepped()
         self._count(decode_steps=1, rows_decoded=self.scheduler.num_live, rows_computed=num_rows)
-
-    def _draw_for(self, slots: torch.Tensor | slice) -> Draw:
-        return partial(self.rows.draw, slots=slots, kind=self.rows.kind())
 
     def _record_steps(self, recorder: Recorder | None) -> None:
         """Have decode steps replayed from now on; those of plain sampling are recorded at once."""

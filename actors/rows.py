@@ -6,8 +6,9 @@ generated so far: all that must move with a row in a compaction, besides what th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -165,6 +166,10 @@ class Rows:
         self.ended[slots] += live * (over * ENDED + broken * (BROKEN - ENDED))
         self.live[slots] = live = live * ~over
         return torch.stack((tokens, live))
+
+    def drawing(self, slots: torch.Tensor | slice) -> Callable[[torch.Tensor], torch.Tensor]:
+        """:meth:`draw` for these slots, as it is now to be done: from logits to tokens and who goes on."""
+        return partial(self.draw, slots=slots, kind=self.kind())
 
     def look(self) -> torch.Tensor:
         """How far all slots are, as :class:`Look` unpacks it: int64 ``[3 * slots + 1]``, fresh."""

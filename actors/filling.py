@@ -1,0 +1,117 @@
+"""Puts prompts into slots: computes each once, copies its KV to every sample, draws the first tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollout_pool.actors.rows import Generated, Rows
+from rollout_pool.actors.running import Running, Seat
+from rollout_pool.actors.scheduler import Admission
+from rollout_pool.actors.seating import Seating
+from rollout_pool.actors.stopping import StopWatch
+from rollout_pool.actors.versions import VersionLog
+from rollout_pool.actors.worker import Draw, Worker
+from rollout_pool.kernels import ops
+from rollout_pool.types import Sample, SamplingParams, TokenIds
+
+SINGLE = -1
+"""Under this number the worker holds a sequence of one sample, for a moment."""
+
+
+@dataclass
+class Filler:
+    """Fills the slots of one batch. With ``shares`` off a prompt is computed once per sample, to compare.
+
+    ``watch`` makes what looks for stop strings in one sample's text.
+    """
+
+    worker: Worker
+    rows: Rows
+    seating: Seating
+    watch: Callable[[SamplingParams], StopWatch | None]
+    shares: bool
+    versions: VersionLog = field(default_factory=VersionLog)
+    num_prefills: int = 0
+    tokens_computed: int = 0
+    tokens_saved: int = 0
+
+    def admit(self, running: Running, admission: Admission) -> None:
+        """Prefill a group if it is new, expand its KV into the slots, draw their first tokens."""
+        slots = admission.slots
+        numbers = running.order[admission.first : admission.first + len(slots)]
+        seats = [self._seat(running, number, slot) for slot, number in zip(slots, numbers, strict=True)]
+        keys = [ops.sample_key(*seat.draw_key) for seat in seats]
+        self.rows.admit(slots, running.prompt, running.request.sampling, keys, list(running.stop_ids))
+        self.seating.sit(seats)
+        fresh = [place for place, seat in enumerate(seats) if seat.past is None]
+        self._prefill(running, [slots[at] for at in fresh], [admission.columns[at] for at in fresh])
+        for seat, column in zip(seats, admission.columns, strict=True):
+            if seat.past is not None:
+                self._resume(seat, seat.past, column)
+        if admission.is_last:
+            self.drop(running)
+            needed = len(running.order) * running.prompt.size
+            self.tokens_saved += max(0, needed - running.prefill_tokens)
+
+    def drop(self, running: Running) -> None:
+        """Nobody of this group waits for a slot any more: its prompt need not be held."""
+        if running.is_held:
+            running.is_held = False
+            self.worker.drop(running.state.group_id)
+
+    def recompute(self, groups: Iterable[Running], column_of: Callable[[int], int]) -> None:
+        """Make the KV of held prompts and of all who sit anew, with the weights as they are now."""
+        for running in groups:
+            if running.is_held:
+                self._compute(running, running.state.group_id, running.prompt)
+        self.seating.settle()
+        seats = list(self.seating.seats.values())
+        for seat, tokens in zip(seats, self.seating.drawn_by(seats), strict=True):
+            self._compute(seat.running, SINGLE, np.concatenate((seat.running.prompt, tokens[:-1])))
+            self.worker.refill(SINGLE, column_of(seat.slot), [seat.slot])
+            self.worker.drop(SINGLE)
+
+    def versions_of(self, seat: Seat, count: int) -> TokenIds:
+        """Of the weights that drew each of a seat's ``count`` tokens: int64 ``[count]``."""
+        past = seat.past.token_versions if seat.past is not None else np.zeros(0, dtype=np.int64)
+        later = self.versions.of_steps(seat.first_step + past.size + 1, max(0, count - past.size - 1))
+        return np.concatenate((past, [seat.first_version], later))[:count]
+
+    def _seat(self, running: Running, number: int, slot: int) -> Seat:
+        past = running.past.get(number)
+        num_past = 0 if past is None else past.token_ids.size
+        watch = self.watch(running.request.sampling)
+        if watch is not None and past is not None:
+            for token in past.token_ids.tolist():
+                watch.push(token)
+        first_step = self.seating.step - num_past
+        return Seat(running, number, slot, first_step, self.versions.current, watch, past)
+
+    def _prefill(self, running: Running, slots: Sequence[int], columns: Sequence[int]) -> None:
+        if not slots:
+            return
+        group = running.state.group_id
+        for part in [slots] if self.shares else [[slot] for slot in slots]:
+            if not (running.is_held and self.shares):
+                self._compute(running, group, running.prompt)
+                running.is_held = True
+            self.worker.seat(group, columns[0], part, self._draw(part))
+
+    def _resume(self, seat: Seat, past: Sample, column: int) -> None:
+        """Compute a prompt with what one of its samples had drawn, and draw on from there."""
+        self.rows.resume(seat.slot, Generated(past.token_ids, past.logprobs, past.sampling_logprobs))
+        self._compute(seat.running, SINGLE, np.concatenate((seat.running.prompt, past.token_ids)))
+        self.worker.seat(SINGLE, column, [seat.slot], self._draw([seat.slot]))
+        self.worker.drop(SINGLE)
+
+    def _compute(self, running: Running, number: int, tokens: TokenIds) -> None:
+        self.worker.prefill(number, tokens)
+        running.prefill_tokens += tokens.size
+        self.num_prefills += 1
+        self.tokens_computed += tokens.size
+
+    def _draw(self, slots: Sequence[int]) -> Draw:
+        return self.rows.drawing(ops.upload(slots, self.rows.device))
