@@ -13,8 +13,9 @@ from rollout_pool.actors.tape import TapeRecorder, one_operation
 from rollout_pool.kernels import ops
 
 SAMPLING = SamplingParams(n=2, max_new_tokens=12, seed=3)
-# 64 slots x 4096 tokens x 3 layers x 2 KV heads x 16 x 2 x 4 bytes = 192 MiB
-LARGE = EngineConfig(num_slots=64, max_length=4096)
+# 64 slots x 8192 tokens x 3 layers x 2 KV heads x 16 x 2 x 4 bytes = 384 MiB. Each of the six tensors is above
+# 32 MiB, so that the C library maps it by itself and gives it back when it is freed.
+LARGE = EngineConfig(num_slots=64, max_length=8192)
 
 
 def resident_mib() -> float:
@@ -30,16 +31,17 @@ def test_memory_is_given_back_and_flat_over_ten_cycles(llama: Any, prompts_of: A
     prompts = prompts_of([5, 9, 3])
     expected = tokens(engine.generate(prompts, SAMPLING))
     awake, asleep = [], []
-    for _ in range(10):
+    for _ in range(12):
         poison(engine)
         assert tokens(engine.generate(prompts, SAMPLING)) == expected
         awake.append(resident_mib())
         engine.sleep()
         asleep.append(resident_mib())
         engine.wake()
-    assert min(awake) - max(asleep) > 150
-    assert max(asleep) - min(asleep) < 15
-    assert max(awake) - min(awake) < 15
+    awake, asleep = awake[2:], asleep[2:]  # what tests before this one have left goes in the first
+    assert min(awake) - max(asleep) > 350
+    assert max(asleep) - min(asleep) < 20
+    assert max(awake) - min(awake) < 20
 
 
 def test_recorded_steps_are_made_again(llama: Any, prompts_of: Any, monkeypatch: Any) -> None:
