@@ -25,8 +25,8 @@ CONFIG = """
 cpus_per_actor: 1
 dtype: float32
 seed: 11
-engine: {num_slots: 2, max_length: 80, deterministic: strict}
-sampling: {n: 2, max_new_tokens: 40, ignore_eos: true}
+engine: {num_slots: 2, max_length: 160, deterministic: strict}
+sampling: {n: 2, max_new_tokens: 120, ignore_eos: true}
 """
 
 
