@@ -261,3 +261,16 @@ def test_a_model_that_fits_is_not_refused(small_config: Callable[..., dict[str, 
     for (backend, size), names in SETS.items():
         for name in names:
             refuse_unsplittable(make_config(name, small_config), size, backend)
+
+
+def test_the_code_of_a_checkpoint_is_not_run_to_see_how_it_splits(
+    tmp_path: Path, small_config: Callable[..., dict[str, Any]]
+) -> None:
+    from transformers import AutoConfig
+
+    settings = {"model_type": "llama", **small_config(), "auto_map": {"AutoModelForCausalLM": "code.Code"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Code: pass\n")
+    config = AutoConfig.from_pretrained(tmp_path, trust_remote_code=False)
+    refuse_unsplittable(config, 2, "transformers")
+    assert not (tmp_path / "ran").exists()
