@@ -129,7 +129,7 @@ def test_a_difference_is_that_of_numpy_and_adds_up(expected: Any, data: Any) -> 
 
 @given(
     hnp.arrays(np.float32, st.integers(1, 20), elements=st.integers(-80, 80)),
-    st.sampled_from([0.125, 0.3, 8.0, 1000.0]),
+    st.sampled_from([0.125, 0.5, 8.0, 1024.0]),  # powers of two: scaling rounds nothing
 )
 @settings(deadline=None)
 def test_a_relative_difference_does_not_depend_on_scale(expected: Any, factor: float) -> None:
