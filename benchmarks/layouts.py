@@ -21,12 +21,15 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 import zlib
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # which PYTHONSAFEPATH leaves out
+
+from turns import Contender
 
 from rollout_pool.demo_model import default_folder
 
@@ -90,40 +93,20 @@ def requests_of(workload: str, model_dir: str, small: bool) -> tuple[list[Any], 
     return requests, slots, max(len(prompt) + new for prompt, _, new in work)
 
 
-class Worker:
+class Worker(Contender):
     """One layout in a process of its own; runs a round when told to."""
 
     def __init__(self, layout: str, workload: str, arguments: argparse.Namespace) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads), "OMP_WAIT_POLICY": "PASSIVE"}
-        command = [sys.executable, __file__, "--worker", layout, "--workloads", workload]
-        command += ["--model", arguments.model, "--threads", str(arguments.threads)]
-        command += ["--small"] if arguments.small else []
+        options = ["--worker", layout, "--workloads", workload, "--model", arguments.model]
+        options += ["--small"] if arguments.small else []
         self.layout = layout
         self.rounds: list[dict[str, Any]] = []
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        self._answer()
+        super().__init__(layout, __file__, options, arguments.threads, mark="layout")
 
     def run(self) -> dict[str, Any]:
         """One round; what it took and made."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
-        self.rounds.append(self._answer())
+        self.rounds.append(self.round())
         return self.rounds[-1]
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith('{"layout"'):
-                answer: dict[str, Any] = json.loads(line)
-                return answer
-        raise SystemExit(f"{self.layout} ended without an answer, exit code {self._process.wait()}")
 
 
 def serve(layout: str, workload: str, arguments: argparse.Namespace) -> None:

@@ -19,12 +19,15 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # which PYTHONSAFEPATH leaves out
+
+from turns import Contender
 
 from rollout_pool.demo_model import default_folder
 
@@ -144,43 +147,21 @@ SETTINGS = {
 }
 
 
-class Worker:
+class Worker(Contender):
     """One peer with one setting in a process of its own; runs a round when told to."""
 
     def __init__(self, name: str, rows: int, arguments: argparse.Namespace) -> None:
-        self.label = f"{name} ({rows} rows)"
         self.name = name
         self.rates: list[float] = []
-        environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads), "OMP_WAIT_POLICY": "PASSIVE"}
-        command = [sys.executable, __file__, "--worker", name, "--rows", str(rows)]
-        command += ["--model", arguments.model, "--workload", arguments.workload]
-        command += ["--threads", str(arguments.threads)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            env=environment,
-        )  # fmt: skip
-        self._answer()
+        options = ["--worker", name, "--rows", str(rows)]
+        options += ["--model", arguments.model, "--workload", arguments.workload]
+        label = f"{name} ({rows} rows)"
+        super().__init__(label, __file__, options, arguments.threads, mark="peer", is_quiet=True)
 
     def run(self) -> float:
         """Tokens per second of one round."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
-        rate = float(self._answer()["rate"])
-        self.rates.append(rate)
-        return rate
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith('{"peer"'):
-                answer: dict[str, Any] = json.loads(line)
-                return answer
-        raise SystemExit(f"{self.label} ended without an answer, exit code {self._process.wait()}")
+        self.rates.append(float(self.round()["rate"]))
+        return self.rates[-1]
 
 
 def serve(arguments: argparse.Namespace) -> None:

@@ -1,0 +1,54 @@
+"""Processes that take turns, so that a busy machine is unfair to all contenders alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+
+class Contender:
+    """``script --worker name ...`` in a process of its own; it runs a round when told to.
+
+    It answers in lines of JSON whose first key is ``mark``: one when it is ready, one after each round.
+    What else it prints is passed over, and what it prints as errors too when ``is_quiet``.
+    """
+
+    def __init__(
+        self, label: str, script: str, options: Sequence[str], threads: int, mark: str, is_quiet: bool = False
+    ) -> None:
+        self.label = label
+        self._start = f'{{"{mark}"'
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        self._process = subprocess.Popen(
+            [sys.executable, script, *options, "--threads", str(threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if is_quiet else None,
+            text=True,
+            env=environment,
+        )
+        self._answer()
+
+    def round(self) -> dict[str, Any]:
+        """Run one round; what it took and made."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(self._start):
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        raise SystemExit(f"{self.label} ended without an answer, exit code {self._process.wait()}")
