@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from time import monotonic
 
 from rollout_pool.actors import assembly
@@ -41,6 +40,7 @@ class Batch:
         on_sample: OnSample,
     ) -> None:
         self.config = config
+        self._is_strict = config.deterministic == "strict"
         self._runner = served.runner
         device = self._runner.device
         self.worker = assembly.worker_for(served, config, group)
@@ -182,7 +182,7 @@ class Batch:
 
     def _compact(self) -> None:
         """At the tail, move rows together so that the next steps run fewer of them."""
-        if self.config.deterministic == "strict" or not self.config.compact:
+        if self._is_strict or not self.config.compact:
             return
         moves = self.scheduler.compact()
         if not moves:
@@ -194,11 +194,9 @@ class Batch:
 
     def _decode(self) -> None:
         """One token for every row; strict decoding always runs all slots, so that shapes are fixed."""
-        is_strict = self.config.deterministic == "strict"
-        num_rows = self.config.num_slots if is_strict else self.scheduler.num_rows
-        column = self.scheduler.column(self.seating.longest)
-        draw = self.rows.drawing(slice(0, num_rows))
-        self.worker.decode(num_rows, column, draw, self.rows.kind())
+        num_rows = self.config.num_slots if self._is_strict else self.scheduler.num_rows
+        column, kind = self.scheduler.column(self.seating.longest), self.rows.kind()
+        self.worker.decode(num_rows, column, self.rows.drawing(slice(0, num_rows), kind), kind)
         self.scheduler.advance()
         self.seating.stepped()
         self._count(decode_steps=1, rows_decoded=self.scheduler.num_live, rows_computed=num_rows)
@@ -209,9 +207,9 @@ class Batch:
             return
         self.worker.record_steps(recorder, self.rows.state)
         with self._runner.session():
-            for num_rows in reversed(self.scheduler.buckets):
-                draw = partial(self.rows.draw, slots=slice(0, num_rows), kind=SAMPLED)
-                self.worker.prepare(num_rows, draw, SAMPLED)
+            sizes = (self.config.num_slots,) if self._is_strict else self.scheduler.buckets
+            for num_rows in reversed(sizes):
+                self.worker.prepare(num_rows, self.rows.drawing(slice(0, num_rows), SAMPLED), SAMPLED)
 
     def _free(self, slots: Sequence[int]) -> None:
         for slot in slots:

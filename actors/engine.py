@@ -19,7 +19,7 @@ from rollout_pool.actors.running import OnFinish, Running, Seat
 from rollout_pool.actors.scheduler import GroupState
 from rollout_pool.actors.served_model import serve
 from rollout_pool.actors.stopping import Endings
-from rollout_pool.actors.strict import ask_for_strict_products, warn_unless_strict
+from rollout_pool.actors.strict import warn_unless_strict
 from rollout_pool.config import Dtype, EngineConfig, TensorParallelBackend
 from rollout_pool.errors import RequestError
 from rollout_pool.requests import call_seed, failed_group, resolve_requests
@@ -74,8 +74,6 @@ class Engine:
         self.config = config or EngineConfig()
         self.seed = seed
         self.is_strict = self.config.deterministic == "strict"
-        if self.is_strict:
-            ask_for_strict_products()
         served = serve(
             model,
             self.config,
@@ -170,8 +168,10 @@ class Engine:
 
         Unfinished samples have ``finish_reason`` "aborted". Returns the number of groups.
         """
+        if not self._with_id(request_id):
+            return 0  # over already, or never here: nothing to wait for
         self.batch.settle()
-        found = [one for one in self._running.values() if one.request.request_id == request_id]
+        found = self._with_id(request_id)
         for running in found:
             self.batch.remove(running)
             self._deliver(running, cancelled=True)
@@ -218,6 +218,9 @@ class Engine:
     def close(self) -> None:
         """Let the other ranks of a tensor-parallel group end. The engine takes no more work."""
         self.batch.close()
+
+    def _with_id(self, request_id: str | int) -> list[Running]:
+        return [running for running in self._running.values() if running.request.request_id == request_id]
 
     def _advance(self) -> None:
         if self._is_asleep:

@@ -114,4 +114,4 @@ class Filler:
         self.tokens_computed += tokens.size
 
     def _draw(self, slots: Sequence[int]) -> Draw:
-        return self.rows.drawing(ops.upload(slots, self.rows.device))
+        return self.rows.drawing(ops.upload(slots, self.rows.device), self.rows.kind())

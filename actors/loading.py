@@ -6,10 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from rollout_pool.config import Dtype
-from rollout_pool.errors import ConfigError
+from rollout_pool.errors import ConfigError, one_line
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "special_tokens_map.json")
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -21,17 +27,26 @@ def load_model(name: str, *, dtype: Dtype, device: str | None, trust_remote_code
     Raises :class:`ConfigError` when there is none, or when it cannot be read.
     """
     wanted: Any = "auto" if dtype == "auto" else TORCH_DTYPES[dtype]
+    config = load_config(name, trust_remote_code=trust_remote_code)
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         options = {"attn_implementation": "eager"} if has_softcap(config.get_text_config()) else {}
         model: Any = AutoModelForCausalLM.from_pretrained(
             name, dtype=wanted, trust_remote_code=trust_remote_code, use_safetensors=True, **options
         )
     except Exception as error:
-        raise ConfigError(f"cannot load model {name!r}: {_one_line(error)}") from error
+        raise ConfigError(f"cannot load model {name!r}: {one_line(error)}") from error
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     ready: PreTrainedModel = model.to(place).eval()
     return ready
+
+
+def load_config(name: str, *, trust_remote_code: bool) -> PretrainedConfig:
+    """A model's configuration. Raises :class:`ConfigError` when it cannot be read."""
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        return config
+    except Exception as error:
+        raise ConfigError(f"cannot load model {name!r}: {one_line(error)}") from error
 
 
 def has_softcap(config: Any) -> bool:
@@ -49,7 +64,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool, required: bool = False
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:
         if required:
-            raise ConfigError(f"cannot load tokenizer {name!r}: {_one_line(error)}") from error
+            raise ConfigError(f"cannot load tokenizer {name!r}: {one_line(error)}") from error
         return None
 
 
@@ -77,7 +92,3 @@ def transpose_linear_weights(model: PreTrainedModel) -> int:
                 module.weight.data = module.weight.data.t().contiguous().t()
                 count += 1
     return count
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:400]

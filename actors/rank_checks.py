@@ -62,7 +62,6 @@ class RankChecks:
         from rollout_pool.actors.engine import Engine
         from rollout_pool.actors.rank_group import RankGroup
         from rollout_pool.actors.served_model import serve
-        from rollout_pool.actors.strict import ask_for_strict_products
         from rollout_pool.actors.worker import Worker
 
         config, size = self._config, self._config.tensor_parallel_size
@@ -81,8 +80,6 @@ class RankChecks:
         if self._rank == 0:
             self._engine = Engine(config.model, config.engine, tokenizer=config.tokenizer, **options)
         else:
-            if config.engine.deterministic == "strict":
-                ask_for_strict_products()
             served = serve(config.model, config.engine, tokenizer=None, **options)
             self._worker = Worker(served, config.engine)
         return str(self.model.dtype).removeprefix("torch.")
@@ -232,7 +229,7 @@ def levels(num_layers: int) -> list[int]:
 
 
 def _checked(tensors: dict[str, torch.Tensor]) -> Checked:
-    from rollout_pool.actors.shard_check import checksum
+    from rollout_pool.actors.checksums import checksum
 
     return Checked({name: checksum(tensor.detach().cpu()) for name, tensor in tensors.items()})
 

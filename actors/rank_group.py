@@ -20,7 +20,7 @@ from rollout_pool.actors.rank_place import (
     rank_environment,
     this_host,
 )
-from rollout_pool.errors import ActorStartError
+from rollout_pool.errors import ActorStartError, one_line
 
 
 class RankLostError(RuntimeError):
@@ -100,7 +100,7 @@ class RankGroup:
                 dist.init_process_group(store=meeting, rank=rank, world_size=size, timeout=limit, **options)
                 undo.callback(dist.destroy_process_group)
             except RuntimeError as error:
-                raise ActorStartError(f"rank {rank} of {size} cannot join: {_one_line(error)}") from error
+                raise ActorStartError(f"rank {rank} of {size} cannot join: {one_line(error, 300)}") from error
             return cls(rank, size, place.device, line, undo.pop_all())
 
     def send(self, numbers: Sequence[int]) -> None:
@@ -132,7 +132,7 @@ class RankGroup:
         try:
             yield
         except RuntimeError as error:
-            message = f"rank {self.rank} of {self.size} lost another rank: {_one_line(error)}"
+            message = f"rank {self.rank} of {self.size} lost another rank: {one_line(error, 300)}"
             raise RankLostError(message) from error
 
 
@@ -154,7 +154,9 @@ def _reach(address: str, rank: int, limit: timedelta) -> TCPStore:
     try:
         return TCPStore(host, int(port), is_master=False, timeout=limit)
     except RuntimeError as error:
-        raise ActorStartError(f"rank {rank} cannot reach rank 0 at {address}: {_one_line(error)}") from error
+        raise ActorStartError(
+            f"rank {rank} cannot reach rank 0 at {address}: {one_line(error, 300)}"
+        ) from error
 
 
 def _meet(store: TCPStore, rank: int, size: int, limit: timedelta) -> list[str]:
@@ -171,7 +173,3 @@ def _meet(store: TCPStore, rank: int, size: int, limit: timedelta) -> list[str]:
             missing = f"no sign of rank {', '.join(absent)}"
         seconds = limit.total_seconds()
         raise ActorStartError(f"rank {rank} of {size} waited {seconds:.0f} s: {missing}") from error
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]

@@ -17,7 +17,6 @@ import torch
 
 from rollout_pool.actors.rank_group import RankGroup
 from rollout_pool.actors.served_model import ServedModel, serve
-from rollout_pool.actors.strict import ask_for_strict_products
 from rollout_pool.actors.worker import Draw, Worker
 from rollout_pool.config import Dtype, EngineConfig, TensorParallelBackend
 from rollout_pool.types import TokenIds
@@ -126,8 +125,6 @@ def follow(
     the model cannot be loaded or served; afterwards
     :class:`~rollout_pool.actors.rank_group.RankLostError` when another rank is gone.
     """
-    if config.deterministic == "strict":
-        ask_for_strict_products()
     served = serve(
         model,
         config,

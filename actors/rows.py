@@ -167,9 +167,9 @@ class Rows:
         self.live[slots] = live = live * ~over
         return torch.stack((tokens, live))
 
-    def drawing(self, slots: torch.Tensor | slice) -> Callable[[torch.Tensor], torch.Tensor]:
-        """:meth:`draw` for these slots, as it is now to be done: from logits to tokens and who goes on."""
-        return partial(self.draw, slots=slots, kind=self.kind())
+    def drawing(self, slots: torch.Tensor | slice, kind: DrawKind) -> Callable[[torch.Tensor], torch.Tensor]:
+        """:meth:`draw` for these slots: from logits to tokens and who goes on."""
+        return partial(self.draw, slots=slots, kind=kind)
 
     def look(self) -> torch.Tensor:
         """How far all slots are, as :class:`Look` unpacks it: int64 ``[3 * slots + 1]``, fresh."""

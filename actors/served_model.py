@@ -13,6 +13,7 @@ from rollout_pool.actors.loading import eos_token_ids, load_model, load_tokenize
 from rollout_pool.actors.memory import MemoryPlan, plan_memory
 from rollout_pool.actors.model_runner import ModelRunner
 from rollout_pool.actors.rank_group import RankGroup
+from rollout_pool.actors.strict import ask_for_strict_products
 from rollout_pool.config import Dtype, EngineConfig, TensorParallelBackend
 from rollout_pool.errors import ConfigError
 
@@ -46,6 +47,8 @@ def serve(
     With a ``group``, every rank calls this at the same time and gets its shard. Raises ConfigError,
     UnsupportedModelError or CapacityError, each with the way out.
     """
+    if config.deterministic == "strict":
+        ask_for_strict_products()
     is_loaded_here = isinstance(model, str)
     if isinstance(model, str):
         if isinstance(tokenizer, str):

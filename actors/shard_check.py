@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout_pool.actors.checkpoint import Checkpoint
+from rollout_pool.actors.checksums import checksum
 from rollout_pool.actors.rank_records import Share
+from rollout_pool.actors.weight_places import split_candidates, tied_weights
 
-MAX_BLOCKS = 3
-"""Of a fused weight: gate and up, or query, key and value."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -80,21 +79,11 @@ def parts(full: torch.Tensor, shape: torch.Size, rank: int, size: int) -> Iterat
         yield "replicated", full
     if size == 1 or full.dim() != len(shape):
         return
-    for dim, length in enumerate(full.shape):
-        wanted = [n // size if d == dim else n for d, n in enumerate(full.shape)]
-        if length % size or list(shape) != wanted:
-            continue
-        for blocks in range(1, MAX_BLOCKS + 1):
-            if length % (blocks * size) == 0:
-                slices = [block.chunk(size, dim)[rank] for block in full.chunk(blocks, dim)]
-                layout = f"split in dimension {dim}" + (f" of {blocks} blocks" if blocks > 1 else "")
-                yield layout, torch.cat(slices, dim)
-
-
-def checksum(tensor: torch.Tensor) -> str:
-    """16 hex digits of a hash of a tensor's bits, read row by row; on the CPU."""
-    data = _bits(tensor).contiguous().numpy()
-    return hashlib.blake2b(data.tobytes(), digest_size=8).hexdigest()
+    for shard in split_candidates(full.shape, rank, size):
+        wanted = [n // size if dim == shard.dim else n for dim, n in enumerate(full.shape)]
+        if list(shape) == wanted:
+            of_blocks = f" of {shard.blocks} blocks" if shard.blocks > 1 else ""
+            yield f"split in dimension {shard.dim}{of_blocks}", shard.take(full)
 
 
 def _unknown(name: str, local: torch.Tensor, full: torch.Tensor | None = None) -> Share:
@@ -114,10 +103,6 @@ def _local(tensor: Any) -> torch.Tensor:
 
 def _untied_head(model: PreTrainedModel) -> dict[str, str]:
     """A head that is a tensor of its own here, though the checkpoint has it once, as the embedding."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is None or not model.config.get_text_config(decoder=True).tie_word_embeddings:
-        return {}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    if id(head.weight) not in names or id(embedding.weight) not in names:
-        return {}
-    return {names[id(head.weight)]: names[id(embedding.weight)]}
+    head, embedding = (names.get(id(tensor)) for tensor in tied_weights(model) or (None, None))
+    return {head: embedding} if head is not None and embedding is not None else {}

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from rollout_pool.actors.loading import TORCH_DTYPES, has_softcap
+from rollout_pool.actors.loading import TORCH_DTYPES, has_softcap, load_config
 from rollout_pool.actors.rank_group import RankGroup
 from rollout_pool.actors.splits import Skeleton, SplitRules
 from rollout_pool.config import Dtype
-from rollout_pool.errors import ConfigError, UnsupportedModelError
+from rollout_pool.errors import ConfigError, UnsupportedModelError, one_line
 
 Backend = Literal["transformers", "deepspeed"]
 
@@ -51,10 +51,7 @@ def load_shard(
     :class:`UnsupportedModelError` when the model cannot be split, and :class:`ConfigError` when it cannot
     be read.
     """
-    try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        raise ConfigError(f"cannot load model {name!r}: {_one_line(error)}") from error
+    config = load_config(name, trust_remote_code=trust_remote_code)
     refuse_unsplittable(config, group.size, backend)
     options: dict[str, Any] = {
         "dtype": "auto" if dtype == "auto" else TORCH_DTYPES[dtype],
@@ -73,7 +70,7 @@ def load_shard(
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"cannot load a shard of model {name!r}: {_one_line(error)}") from error
+        raise ConfigError(f"cannot load a shard of model {name!r}: {one_line(error)}") from error
     return model
 
 
@@ -112,7 +109,3 @@ def _unwrap_linears(model: PreTrainedModel) -> None:
                 if isinstance(parameter, DTensor):
                     local = torch.nn.Parameter(parameter.to_local().detach(), requires_grad=False)
                     setattr(module, name, local)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:400]

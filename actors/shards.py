@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rollout_pool.actors.checkpoint import Checkpoint
-from rollout_pool.actors.shard_check import MAX_BLOCKS, checksum
+from rollout_pool.actors.checksums import checksum
+from rollout_pool.actors.loading import load_config
 from rollout_pool.actors.splits import Skeleton, SplitRules
-from rollout_pool.actors.weight_places import Shard, SplitShard
+from rollout_pool.actors.weight_places import Shard, SplitShard, split_candidates
 from rollout_pool.config import PoolConfig
 
 
@@ -20,7 +21,7 @@ def find_shards(model: PreTrainedModel, config: PoolConfig, rank: int) -> dict[s
     still in it. Transformers' plan says how it splits. AutoTP does not: its parts are found by their
     values. A parameter for which neither works out is left out, and takes no new weights then.
     """
-    hub_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+    hub_config = load_config(config.model, trust_remote_code=config.trust_remote_code)
     skeleton, size = Skeleton.of(hub_config), config.tensor_parallel_size
     full_shapes = {
         name: tuple(p.shape) for name, p in skeleton.model.named_parameters(remove_duplicate=False)
@@ -50,7 +51,11 @@ def _by_values(
     for name, full in Checkpoint(checkpoint).tensors(model, dtypes):
         names = [name, head] if name == embedding and head not in found else [name]
         for here in (each for each in names if each in local):
-            matching = [shard for shard in _candidates(full, rank, size) if _holds(local[here], shard, full)]
+            matching = [
+                shard
+                for shard in split_candidates(full.shape, rank, size)
+                if _holds(local[here], shard, full)
+            ]
             if len(matching) == 1:
                 found[here] = matching[0]
             elif matching:
@@ -62,18 +67,9 @@ def _by_values(
     return found
 
 
-def _candidates(full: torch.Tensor, rank: int, size: int) -> list[SplitShard]:
-    return [
-        SplitShard(tuple(full.shape), dim, rank, size, blocks)
-        for dim, length in enumerate(full.shape)
-        for blocks in range(1, MAX_BLOCKS + 1)
-        if length % (size * blocks) == 0
-    ]
-
-
 def _holds(local: torch.Tensor, shard: SplitShard, full: torch.Tensor) -> bool:
     part = shard.take(full)
-    return part.shape == local.shape and checksum(part) == checksum(local.detach().cpu())
+    return part.shape == local.shape and checksum(part) == checksum(local)
 
 
 def _name(model: PreTrainedModel, module: torch.nn.Module | None) -> str:

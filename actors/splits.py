@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from rollout_pool.errors import ConfigError
+from rollout_pool.errors import ConfigError, one_line
 
 BY_OUTPUT = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise")
 BY_INPUT = ("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise")
@@ -37,9 +37,8 @@ class Skeleton:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config, trust_remote_code=is_trusted)
         except Exception as error:
-            reason = " ".join(str(error).split())[:400]
             raise ConfigError(
-                f"{name}: no causal LM can be built from its configuration: {reason}"
+                f"{name}: no causal LM can be built from its configuration: {one_line(error)}"
             ) from error
         return cls(name, config.get_text_config(decoder=True), model)
 

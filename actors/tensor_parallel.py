@@ -120,6 +120,15 @@ class RankActors:
         if self._placement is not None:
             remove_placement_group(self._placement)
 
+    def needs(self) -> str:
+        """What all ranks ask of the cluster, and what of it is there and free."""
+        total, free = ray.cluster_resources(), ray.available_resources()
+        asked = {name: amount * self._size for name, amount in self._amounts.items()}
+        return " and ".join(
+            f"{amount:g} {name} of which {free.get(name, 0):g} of {total.get(name, 0):g} are free"
+            for name, amount in asked.items()
+        )
+
     async def reserve(self) -> list[Bundle]:
         """Wait for a bundle per rank; returns them in the order of ranks."""
         strategy = self._config.tensor_parallel_placement.upper()
@@ -156,24 +165,13 @@ class RankActors:
         return str(await look.remote())
 
     def _create(self, rank: int, strategy: Any | None) -> Any:
-        threads = str(self._threads)
-        # Transformers shards onto whatever accelerator a process sees.
-        hidden = {"CUDA_VISIBLE_DEVICES": ""} if self._size > 1 and self._device == "cpu" else {}
+        is_on_cores = self._size > 1 and self._device == "cpu"
         options = {
             "num_cpus": self._amounts.get("CPU", 0),
             "num_gpus": self._amounts.get("GPU", 0),
             "max_concurrency": 4 * self._config.engine.num_slots + 64,
             "scheduling_strategy": strategy,
-            # Before torch is imported. Otherwise Ray sets its own number, and a fraction of a core counts
-            # as 1; and threads that wait by spinning take the cores from each other on a busy machine.
-            "runtime_env": {
-                "env_vars": {
-                    "OMP_NUM_THREADS": threads,
-                    "MKL_NUM_THREADS": threads,
-                    "OMP_WAIT_POLICY": "PASSIVE",
-                    **hidden,
-                }
-            },
+            "runtime_env": {"env_vars": process_environment(self._threads, sees_gpus=not is_on_cores)},
         }
         how = {"threads": self._threads, "device": self._device}
         if rank > 0:
@@ -193,16 +191,31 @@ class RankActors:
         loads = [asyncio.ensure_future(handle.ready.remote()) for handle in self._handles]
         try:
             await asyncio.wait(loads, return_when=asyncio.FIRST_EXCEPTION)
-            if min(map(_distance, faults := _faults(loads)), default=0) > 1:
+            if min(map(distance_from_cause, faults := _faults(loads)), default=0) > 1:
                 await asyncio.wait(loads, timeout=AFTERMATH_S)
                 faults = _faults(loads)
             if faults:
-                raise min(faults, key=_distance)
+                raise min(faults, key=distance_from_cause)
             info: ActorInfo = loads[0].result()
             return info
         finally:
             for load in loads:
                 load.cancel()
+
+
+def process_environment(threads: int, *, sees_gpus: bool) -> dict[str, str]:
+    """The variables of a rank's process, which must be there before torch is imported.
+
+    Otherwise Ray sets its own number of threads, and a fraction of a core counts as 1; and threads that wait
+    by spinning take the cores from each other on a busy machine. A rank on cores must not see a GPU:
+    Transformers shards onto whatever accelerator a process sees.
+    """
+    variables = {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+    return variables if sees_gpus else {**variables, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def release_abandoned() -> None:
@@ -228,12 +241,14 @@ def _faults(loads: Iterable[asyncio.Future[Any]]) -> list[BaseException]:
     return [fault for load in loads if load.done() and (fault := load.exception()) is not None]
 
 
-def _distance(fault: BaseException) -> int:
-    """How far what a rank reports is from its cause: a loss also looks like a fault to those left."""
+def distance_from_cause(fault: BaseException) -> int:
+    """A refusal says why, a death is a cause, and a rank that lost another speaks of that one's fault."""
     cause = fault.cause if isinstance(fault, RayTaskError) else fault
     if isinstance(cause, ConfigError):
         return 0
-    return 1 if isinstance(cause, RayActorError) else 2
+    if isinstance(cause, RayActorError):
+        return 1
+    return 3 if type(cause).__name__ == "RankLostError" else 2
 
 
 def _first_gpu() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,6 +38,18 @@ class SplitShard:
     def take(self, full: torch.Tensor) -> torch.Tensor:
         parts = [block.chunk(self.size, self.dim)[self.rank] for block in full.chunk(self.blocks, self.dim)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
+
+
+MAX_BLOCKS = 3
+"""Of a fused weight: gate and up, or query, key and value."""
+
+
+def split_candidates(full_shape: Sequence[int], rank: int, size: int) -> Iterator[SplitShard]:
+    """Every equal slice that rank ``rank`` of ``size`` may hold of a tensor of this shape."""
+    for dim, length in enumerate(full_shape):
+        for blocks in range(1, MAX_BLOCKS + 1):
+            if length % (size * blocks) == 0:
+                yield SplitShard(tuple(full_shape), dim, rank, size, blocks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +103,7 @@ def find_places(model: torch.nn.Module, shards: Mapping[str, Shard] | None = Non
         names.setdefault(id(parameter), []).append(name)
         tensors[id(parameter)] = parameter
     aliases = {key: frozenset(found) for key, found in names.items()}
-    tied = _tied_apart(model)
+    tied = {id(tensor) for tensor in tied_weights(model) or ()}
     for key in tied & aliases.keys():
         aliases[key] = frozenset().union(*(aliases[other] for other in tied if other in aliases))
     places = []
@@ -133,12 +145,12 @@ def _placement(tensor: DTensor) -> Shard | None:
     return SplitShard(shape, dim, mesh.get_local_rank(), mesh.size(), blocks)
 
 
-def _tied_apart(model: Any) -> set[int]:
-    """Head and embedding where the configuration ties them, but they are two tensors here (on a shard)."""
+def tied_weights(model: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Head and embedding when the configuration ties them; on a shard they may be two tensors."""
     if not hasattr(model, "get_output_embeddings") or not hasattr(model, "config"):
-        return set()
+        return None
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     config = model.config.get_text_config(decoder=True)
     if head is None or not getattr(config, "tie_word_embeddings", False):
-        return set()
-    return {id(head.weight), id(embedding.weight)}
+        return None
+    return head.weight, embedding.weight

@@ -20,6 +20,11 @@ command line can print it as it is.
 from __future__ import annotations
 
 
+def one_line(error: BaseException, limit: int = 400) -> str:
+    """What another library's error says, as part of a message."""
+    return " ".join(str(error).split())[:limit]
+
+
 class RolloutPoolError(Exception):
     """Base of every error that rollout-pool raises on purpose."""
 

@@ -77,15 +77,10 @@ def check_split(config: PoolConfig) -> None:
     """
     if config.tensor_parallel_size == 1 or not _is_local(config.model):
         return
-    from transformers import AutoConfig
-
+    from rollout_pool.actors.loading import load_config
     from rollout_pool.actors.sharding import refuse_unsplittable
 
-    try:
-        model = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:400]
-        raise ConfigError(f"cannot load model {config.model!r}: {reason}") from error
+    model = load_config(config.model, trust_remote_code=config.trust_remote_code)
     refuse_unsplittable(model, config.tensor_parallel_size, config.tensor_parallel_backend)
 
 

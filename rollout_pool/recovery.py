@@ -15,7 +15,6 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import ray
 from ray.exceptions import RayError, RayTaskError
 
 from rollout_pool.actors.rollout_actor import ActorInfo
@@ -161,7 +160,7 @@ class Crew:
         except TimeoutError:
             reason = f"the model took longer to load than start_timeout_s ({limit:g} s)"
             if ranks.stage != "loading":
-                reason = self._why_not_scheduled()
+                reason = self._why_not_scheduled(ranks)
             raise ActorStartError(f"{name}: {reason}") from None
         except RayError as error:
             cause = error.cause if isinstance(error, RayTaskError) else error
@@ -169,21 +168,16 @@ class Crew:
                 raise cause from None
             raise ActorStartError(f"{name} died while it started: {one_line(cause)}") from None
 
-    def _why_not_scheduled(self) -> str:
-        total, free = ray.cluster_resources(), ray.available_resources()
+    def _why_not_scheduled(self, ranks: RankActors) -> str:
         config = self._config
         size = config.tensor_parallel_size
-        found = [
-            f"{amount * size:g} {name} of which {free.get(name, 0):g} of {total.get(name, 0):g} are free"
-            for name, amount in self._resources.amounts.items()
-        ]
         where = ""
         if size > 1:
             where = f" in {size} equal parts"
             where += ", all on one node" if config.tensor_parallel_placement == "strict_pack" else ""
         return (
             f"no process within start_timeout_s ({config.start_timeout_s:g} s); it needs "
-            f"{' and '.join(found)}{where}: free some, or lower num_actors or what each actor asks for"
+            f"{ranks.needs()}{where}: free some, or lower num_actors or what each actor asks for"
         )
 
     async def _watch(self, member: Member) -> None:

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from rollout_pool.actors.rank_checks import RankChecks
 from rollout_pool.actors.rollout_actor import RankInfo
-from rollout_pool.actors.tensor_parallel import RankActors
+from rollout_pool.actors.tensor_parallel import RankActors, distance_from_cause, process_environment
 from rollout_pool.config import PoolConfig
 from rollout_pool.errors import ActorStartError, ConfigError, RolloutPoolError
 from rollout_pool.preflight import ActorResources, check_split, plan_actors
@@ -84,7 +84,7 @@ class RankProcesses:
         ray.wait(refs, num_returns=len(refs), timeout=AFTERMATH_S)
         done = set(ray.wait(refs, num_returns=len(refs), timeout=0)[0])
         faults = [(rank, fault) for rank, ref in enumerate(refs) if ref in done and (fault := _fault(ref))]
-        rank, fault = min(faults, key=lambda found: _distance(found[1]))
+        rank, fault = min(faults, key=lambda found: distance_from_cause(found[1]))
         if isinstance(fault, ConfigError):
             return fault
         return RolloutPoolError(f"{method}: rank {rank} of {len(refs)}: {_one_line(fault)}")
@@ -103,15 +103,6 @@ def _fault(ref: Any) -> BaseException | None:
     return None
 
 
-def _distance(fault: BaseException) -> int:
-    """From the cause: a refusal says why, a death is a cause, and whoever lost a rank speaks of another."""
-    if isinstance(fault, ConfigError):
-        return 0
-    if isinstance(fault, RayActorError):
-        return 1
-    return 3 if type(fault).__name__ == "RankLostError" else 2
-
-
 @contextmanager
 def rank_processes(config: PoolConfig, timeout_s: float) -> Iterator[RankProcesses]:
     """Start one actor per rank of ``config`` and load the model on them; they end with the block.
@@ -125,13 +116,13 @@ def rank_processes(config: PoolConfig, timeout_s: float) -> Iterator[RankProcess
     placement = RankActors(config, f"size {size}", asked.amounts, threads=asked.threads, device=asked.device)
     handles: list[Any] = []
     try:
-        for rank, strategy in enumerate(_strategies(placement, size, asked, timeout_s)):
+        for rank, strategy in enumerate(_strategies(placement, size, timeout_s)):
             handles.append(_start(config, rank, asked, strategy, timeout_s))
         ranks = RankProcesses(handles, timeout_s)
         try:
             ranks.places = ranks.call("place")
         except NoAnswerError:
-            raise ActorStartError(_no_room(size, asked, timeout_s)) from None
+            raise ActorStartError(_no_room(placement, size, timeout_s)) from None
         ranks.load()
         yield ranks
     finally:
@@ -140,7 +131,7 @@ def rank_processes(config: PoolConfig, timeout_s: float) -> Iterator[RankProcess
         placement.kill()
 
 
-def _strategies(placement: RankActors, size: int, asked: ActorResources, timeout_s: float) -> list[Any]:
+def _strategies(placement: RankActors, size: int, timeout_s: float) -> list[Any]:
     """Where each rank is to run, in the order of ranks."""
     if size == 1:
         return [None]
@@ -152,15 +143,11 @@ def _strategies(placement: RankActors, size: int, asked: ActorResources, timeout
     try:
         return asyncio.run(reserve())
     except TimeoutError:
-        raise ActorStartError(_no_room(size, asked, timeout_s)) from None
+        raise ActorStartError(_no_room(placement, size, timeout_s)) from None
 
 
 def _start(config: PoolConfig, rank: int, asked: ActorResources, strategy: Any, timeout_s: float) -> Any:
-    threads = str(asked.threads)
-    # Before torch is imported: its threads would else wait by spinning, and Ray sets a number of its own.
-    variables = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
-    if asked.device == "cpu":
-        variables["CUDA_VISIBLE_DEVICES"] = ""  # a rank on cores must not find a GPU that the node has
+    variables = process_environment(asked.threads, sees_gpus=asked.device != "cpu")
     options = {
         "num_cpus": asked.num_cpus,
         "num_gpus": asked.num_gpus,
@@ -171,13 +158,9 @@ def _start(config: PoolConfig, rank: int, asked: ActorResources, strategy: Any, 
     return ray.remote(RankChecks).options(**options).remote(config, rank, **how)
 
 
-def _no_room(size: int, asked: ActorResources, timeout_s: float) -> str:
-    total, free = ray.cluster_resources(), ray.available_resources()
-    needs = [
-        f"{amount * size:g} {name} of which {free.get(name, 0):g} of {total.get(name, 0):g} are free"
-        for name, amount in asked.amounts.items()
-    ]
-    found = f"; they need {' and '.join(needs)}" if needs else ""
+def _no_room(placement: RankActors, size: int, timeout_s: float) -> str:
+    needs = placement.needs()
+    found = f"; they need {needs}" if needs else ""
     return f"the cluster started no {size} processes within {timeout_s:g} s{found}"
 
 

@@ -76,10 +76,6 @@ def _tells_apart(tokenizer: Any) -> bool:
 
 
 def _model_config(config: RunConfig) -> Any:
-    from transformers import AutoConfig
+    from rollout_pool.actors.loading import load_config
 
-    try:
-        return AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:400]
-        raise ConfigError(f"cannot load model {config.model!r}: {reason}") from error
+    return load_config(config.model, trust_remote_code=config.trust_remote_code)

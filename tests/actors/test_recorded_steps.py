@@ -103,6 +103,15 @@ def test_every_batch_size_is_recorded_before_the_first_prompt_and_none_later(
     assert graphs.num_replays == engine.stats().decode_steps
 
 
+def test_strict_engines_record_the_one_batch_size_that_they_run(
+    llama: Any, prompts_of: Any, taped: Any
+) -> None:
+    engine = taped(llama, EngineConfig(num_slots=20, max_length=48, deterministic="strict"))
+    engine.generate(prompts_of([4, 9]), SamplingParams(n=2, max_new_tokens=6))
+    assert engine.batch.worker.graphs.num_recordings == 1
+    assert engine.batch.worker.graphs.num_replays == engine.stats().decode_steps
+
+
 def test_steps_are_recorded_again_when_weights_move_and_only_then(
     build: Any, small_config: Any, prompts_of: Any, taped: Any
 ) -> None:

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_pool.actors.checkpoint import Checkpoint
-from rollout_pool.actors.shard_check import check_shares, checksum, compare
+from rollout_pool.actors.checksums import checksum
+from rollout_pool.actors.shard_check import check_shares, compare
 from rollout_pool.errors import ConfigError
 
 
