@@ -12,11 +12,13 @@ import logging
 import uuid
 import warnings
 from collections.abc import AsyncIterator, Iterable
+from functools import partial
 from typing import Any
 
 import ray
 
 from rollout_pool.actors.rollout_actor import ActorInfo
+from rollout_pool.actors.tensor_parallel import RankActors
 from rollout_pool.actors.weight_records import WeightReceipt
 from rollout_pool.background import TaskSet
 from rollout_pool.config import PoolConfig
@@ -24,7 +26,7 @@ from rollout_pool.dispatch import Dispatcher
 from rollout_pool.errors import ConfigError, PoolClosedError, RolloutPoolError
 from rollout_pool.ledger import Job, Ledger
 from rollout_pool.preflight import ActorResources, check_paths, check_split, plan_actors, span_warning
-from rollout_pool.recovery import Crew, one_line
+from rollout_pool.recovery import Crew, NewRanks, one_line
 from rollout_pool.requests import call_seed, resolve_requests
 from rollout_pool.types import PoolStats, Prompt, RolloutGroup, RolloutRequest, SamplingParams
 from rollout_pool.weight_sync.rank_calls import Kv
@@ -92,10 +94,19 @@ def _start_pool(config: PoolConfig, ray_options: dict[str, Any]) -> Any:
     return ray.remote(PoolActor).options(**options).remote(config, resources)
 
 
-class PoolActor:
-    """The queue, its callers and its actors. Every method is called through Ray, by many at once."""
+def _rank_actors(config: PoolConfig, asked: ActorResources, name: str) -> RankActors:
+    return RankActors(config, name, asked.amounts, threads=asked.threads, device=asked.device)
 
-    def __init__(self, config: PoolConfig, resources: ActorResources) -> None:
+
+class PoolActor:
+    """The queue, its callers and its actors. Every method is called through Ray, by many at once.
+
+    new_ranks: makes the processes of an engine; by default Ray actors with ``resources`` each.
+    """
+
+    def __init__(
+        self, config: PoolConfig, resources: ActorResources, new_ranks: NewRanks | None = None
+    ) -> None:
         self._config = config
         self._calls = itertools.count()
         self._ledger = Ledger(config.max_replays)
@@ -103,7 +114,7 @@ class PoolActor:
         self._tasks = TaskSet(on_error=self._on_background_error)
         self._crew = Crew(
             config,
-            resources,
+            new_ranks or partial(_rank_actors, config, resources),
             self._tasks,
             on_room=lambda: self._dispatcher.dispatch(),
             on_exhausted=self._stop,

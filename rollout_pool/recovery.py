@@ -22,7 +22,6 @@ from rollout_pool.actors.tensor_parallel import RankActors
 from rollout_pool.background import TaskSet
 from rollout_pool.config import PoolConfig
 from rollout_pool.errors import ActorStartError, RolloutPoolError
-from rollout_pool.preflight import ActorResources
 from rollout_pool.routing import ActorLoad
 from rollout_pool.types import EngineStats
 
@@ -33,6 +32,9 @@ REPORT_INTERVAL_S = 0.2
 ANSWER_TIMEOUT_S = 60.0
 """An actor whose event loop is silent for so long counts as lost."""
 STATS_TIMEOUT_S = 5.0
+
+NewRanks = Callable[[str], RankActors]
+"""Makes the processes, still to be started, of the engine with this name."""
 
 
 @dataclass(eq=False, slots=True)
@@ -57,13 +59,13 @@ class Crew:
 
     ``on_room`` is called whenever an actor may take more work; ``on_exhausted`` when no actor is
     left and none can be started. ``joining`` is the context in which a new actor becomes a member: it
-    gives it the present weights, and their version.
+    gives it the present weights, and their version. ``new_ranks`` makes the processes of an engine.
     """
 
     def __init__(
         self,
         config: PoolConfig,
-        resources: ActorResources,
+        new_ranks: NewRanks,
         tasks: TaskSet,
         on_room: Callable[[], None],
         on_exhausted: Callable[[RolloutPoolError], None],
@@ -72,7 +74,7 @@ class Crew:
         self.members: dict[str, Member] = {}
         self.num_lost = 0
         self._config = config
-        self._resources = resources
+        self._new_ranks = new_ranks
         self._tasks = tasks
         self._on_room = on_room
         self._on_exhausted = on_exhausted
@@ -136,8 +138,7 @@ class Crew:
                 self._on_exhausted(error)
 
     async def _bring_up(self, name: str) -> None:
-        asked = self._resources
-        ranks = RankActors(self._config, name, asked.amounts, threads=asked.threads, device=asked.device)
+        ranks = self._new_ranks(name)
         self._starting[name] = ranks
         try:
             info = await self._wait_until_ready(name, ranks)
