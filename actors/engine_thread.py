@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, NoReturn
 
+from rollout_pool.actors.progress import IDLE, Activity, Progress
 from rollout_pool.types import EngineStats, ResolvedRequest, RolloutGroup
 
 if TYPE_CHECKING:
@@ -34,15 +35,23 @@ class EngineThread:
         self.loaded: Future[None] = Future()
         self.stats = EngineStats()
         """As of the engine's last step."""
-        self.samples_ended = 0
-        """Since the start and for whatever reason; runs ahead of the groups, which wait for their last."""
         self._name = name
         self._load = load
-        self._commands: queue.SimpleQueue[Callable[[Engine], object] | None] = queue.SimpleQueue()
-        self._samples_submitted = 0
+        self._engine: Engine | None = None
+        self._activity = Activity()
+        self._commands: queue.SimpleQueue[tuple[str, Callable[[Engine], object]] | None] = queue.SimpleQueue()
+        self._samples_submitted = self._samples_ended = 0
         self._finished: list[tuple[Callable[[RolloutGroup], None], RolloutGroup]] = []
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         self._thread.start()
+
+    @property
+    def progress(self) -> Progress:
+        """How far it has come, and what it is doing."""
+        steps, doing = self._activity.finished, self._activity.doing
+        if self._engine is not None:  # one step may compute many prompts
+            steps += self._engine.batch.worker.runner.num_prefills
+        return Progress(self._samples_ended, steps, doing != IDLE, doing)
 
     def submit(self, request: ResolvedRequest, on_finish: Callable[[RolloutGroup], None]) -> None:
         """Run a group. ``on_finish`` is called in the engine's thread."""
@@ -51,13 +60,13 @@ class EngineThread:
             self._samples_submitted += request.sampling.n
             engine.submit(request, lambda group: self._finished.append((on_finish, group)))
 
-        self._commands.put(command)
+        self._commands.put(("submit", command))
 
     def abort(self, request_id: str | int) -> None:
         """Stop the groups of this id; they finish with what they have so far."""
-        self._commands.put(lambda engine: engine.abort(request_id))
+        self._commands.put(("abort", lambda engine: engine.abort(request_id)))
 
-    def call(self, function: Callable[[Engine], object]) -> Future[None]:
+    def call(self, function: Callable[[Engine], object], doing: str = "call") -> Future[None]:
         """Call ``function`` in the engine's thread between two steps. If it fails, so has the engine."""
         done: Future[None] = Future()
 
@@ -71,7 +80,7 @@ class EngineThread:
             self.stats = engine.stats()
             done.set_result(None)
 
-        self._commands.put(command)
+        self._commands.put((doing, command))
         return done
 
     def stop(self) -> None:
@@ -81,7 +90,8 @@ class EngineThread:
 
     def _main(self) -> None:
         try:
-            engine = self._load()
+            with self._activity.of("load"):
+                self._engine = engine = self._load()
         except BaseException as error:
             logger.warning("%s could not load its engine", self._name, exc_info=True)
             self.loaded.set_exception(error)
@@ -90,8 +100,10 @@ class EngineThread:
             self.stats = engine.stats()
             self.loaded.set_result(None)
             while self._take_commands(engine):
-                self._step(engine)
-            engine.close()
+                with self._activity.of("step"):
+                    self._step(engine)
+            with self._activity.of("close"):
+                engine.close()
         except BaseException:
             logger.critical("the engine of %s failed; its process exits", self._name, exc_info=True)
             end_process()
@@ -105,12 +117,14 @@ class EngineThread:
                 return True
             if command is None:
                 return False
-            command(engine)
+            doing, carry_out = command
+            with self._activity.of(doing):
+                carry_out(engine)
 
     def _step(self, engine: Engine) -> None:
         engine.step()
         self.stats = stats = engine.stats()
-        self.samples_ended = self._samples_submitted - stats.live_rows - stats.waiting_samples
+        self._samples_ended = self._samples_submitted - stats.live_rows - stats.waiting_samples
         finished, self._finished = self._finished, []
         for on_finish, group in finished:  # after the counters, so that who gets a group finds it counted
             on_finish(group)

@@ -54,6 +54,8 @@ class ModelRunner:
         self._takes_positions = "position_ids" in parameters
         self.needs_mask = not self._takes_positions or bool(getattr(self.config, "alibi", False))
         """It derives positions (ALiBi, say) from a mask of tokens; only layout ``aligned`` serves that."""
+        self.num_prefills = 0
+        """Prompts that were computed."""
 
     def session(self) -> AbstractContextManager[None]:
         """Evaluation mode without gradients; see :func:`evaluation`."""
@@ -65,6 +67,7 @@ class ModelRunner:
         length = token_ids.shape[0]
         positions = torch.arange(length, device=self.device).unsqueeze(0)
         logits = self._forward(token_ids.unsqueeze(0), positions, cache)
+        self.num_prefills += 1
         return Prefix(cache, logits, length)
 
     def decode(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 import rollout_pool
 from rollout_pool.actors.engine_thread import EngineThread
+from rollout_pool.actors.progress import Progress
 from rollout_pool.actors.weight_receiver import WeightReceiver
 from rollout_pool.actors.weight_records import Bucket, Manifest, WeightReceipt
 from rollout_pool.config import PoolConfig
@@ -133,7 +134,8 @@ class RolloutActor(WeightReceiver):
 
         The process does not outlive a failure here, for its weights are neither the old nor the new ones.
         """
-        await asyncio.wrap_future(self._engine.call(lambda engine: engine.update_weights(version, kv=kv)))
+        writing = self._engine.call(lambda engine: engine.update_weights(version, kv=kv), "weights")
+        await asyncio.wrap_future(writing)
         return await self.weight_receipt(version)
 
     async def export_weights(self) -> AsyncIterator[Bucket | Manifest]:
@@ -146,9 +148,9 @@ class RolloutActor(WeightReceiver):
         """Counters of the engine as of its last step."""
         return self._engine.stats
 
-    async def progress(self) -> int:
-        """How many samples have ended since the start, those of unfinished groups included."""
-        return self._engine.samples_ended
+    async def progress(self) -> Progress:
+        """How far the engine has come. Answered whatever its thread is in."""
+        return self._engine.progress
 
     async def shutdown(self) -> None:
         """Stop the engine's thread. Groups not finished come back failed."""

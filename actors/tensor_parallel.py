@@ -27,6 +27,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollout_pool.actors.follower_actor import FollowerActor
+from rollout_pool.actors.progress import Progress
 from rollout_pool.actors.rollout_actor import ActorInfo, RolloutActor
 from rollout_pool.config import PoolConfig
 from rollout_pool.errors import ConfigError
@@ -107,11 +108,15 @@ class RankActors:
         info = await self._load()
         return dataclasses.replace(info, ranks=tuple(places))
 
-    async def progress(self) -> int:
-        """How many samples have ended. Raises RayError when any rank is lost, whichever it is."""
+    async def progress(self) -> Progress:
+        """How far the engine has come; it waits for every rank in every step.
+
+        Raises RayError when any rank is lost, whichever it is, and waits for one that gives no answer.
+        """
         followers = (handle.ping.remote() for handle in self._handles[1:])
-        samples_ended, *_ = await asyncio.gather(self.leader.progress.remote(), *followers)
-        return int(samples_ended)
+        progress: Progress
+        progress, *_ = await asyncio.gather(self.leader.progress.remote(), *followers)
+        return progress
 
     def kill(self) -> None:
         """End all processes at once and give their resources back."""

@@ -185,12 +185,12 @@ class Crew:
         while self.members.get(member.name) is member:
             try:
                 async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                    samples_ended = await member.ranks.progress()
+                    progress = await member.ranks.progress()
             except TimeoutError:
                 return self.lose(member, f"it gave no answer for {ANSWER_TIMEOUT_S:g} s")
             except RayError as error:
                 return self.lose(member, one_line(error.cause if isinstance(error, RayTaskError) else error))
-            member.load = member.load.on_progress(samples_ended)
+            member.load = member.load.on_progress(progress.samples_ended)
             self._on_room()
             await asyncio.sleep(REPORT_INTERVAL_S)
 

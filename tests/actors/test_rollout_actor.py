@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def test_concurrent_runs_equal_the_engine_and_are_signed_by_the_actor(tiny_model
         groups = await asyncio.gather(*map(served.run, requests(prompts)))
         stats = await served.stats()
         assert (stats.submitted, stats.finished, stats.failed) == (5, 4, 1)
-        assert await served.progress() == 2 * 5  # the failed group's samples are over, too
+        assert (await served.progress()).samples_ended == 2 * 5  # the failed group's samples are over, too
         await served.shutdown()
         return groups
 
@@ -58,11 +59,37 @@ def test_progress_runs_ahead_of_the_group(tiny_model_dir: str) -> None:
         wide = SamplingParams(n=8, max_new_tokens=100, ignore_eos=True)  # twice as many samples as slots
         group = asyncio.create_task(served.run(requests(["x"], wide)[0]))
         async with asyncio.timeout(30):
-            while (ended := await served.progress()) < 4:
+            while (ended := (await served.progress()).samples_ended) < 4:
                 await asyncio.sleep(0.01)
         assert ended <= (await served.stats()).samples_finished
         assert not group.done()
         assert len((await group).samples) == 8
+        await served.shutdown()
+
+    asyncio.run(run())
+
+
+def test_progress_tells_a_thread_that_hangs_from_one_that_works_or_waits(tiny_model_dir: str) -> None:
+    async def run() -> None:
+        served = actor(tiny_model_dir)
+        loading = await served.progress()
+        assert (loading.steps, loading.is_busy, loading.doing) == (0, True, "load")
+        await served.ready()
+        async with asyncio.timeout(30):
+            while (idle := await served.progress()).is_busy:
+                await asyncio.sleep(0.01)
+        go_on = threading.Event()
+        hanging = served._engine.call(lambda engine: go_on.wait(60), "weights")
+        async with asyncio.timeout(30):
+            while not (stuck := await served.progress()).is_busy:
+                await asyncio.sleep(0.01)
+        assert (stuck.steps, stuck.doing) == (idle.steps, "weights")
+        go_on.set()
+        await asyncio.wrap_future(hanging)
+        group = await served.run(requests(["x"], SamplingParams(max_new_tokens=5, ignore_eos=True))[0])
+        assert group.error is None
+        # The command, the submission, a prefill and at least four more steps.
+        assert (await served.progress()).steps >= idle.steps + 7
         await served.shutdown()
 
     asyncio.run(run())
@@ -142,7 +169,7 @@ def test_process_exits_when_the_engine_fails(tiny_model_dir: str) -> None:
             config = PoolConfig(model={tiny_model_dir!r}, engine=EngineConfig(num_slots=2, max_length=128))
             actor = RolloutActor(config, "actor-7", threads=1, device="cpu")
             await actor.ready()
-            actor._engine._commands.put(lambda engine: setattr(engine, "step", None))
+            actor._engine.call(lambda engine: setattr(engine, "step", None))
             await actor.run(resolve_requests([[5]], None, seed=0)[0])
 
         asyncio.run(main())

@@ -90,7 +90,7 @@ def test_killed_actor_is_replaced_and_nothing_is_lost_or_different(pool) -> None
 
 def test_actor_whose_engine_fails_exits_and_its_groups_run_elsewhere(pool) -> None:
     def break_engine(self) -> None:
-        self._engine._commands.put(lambda engine: setattr(engine, "step", None))
+        self._engine.call(lambda engine: setattr(engine, "step", None))
 
     before = balance(pool)
     members = ray.get(pool.__ray_call__.remote(lambda self: [m.handle for m in self._crew.members.values()]))
