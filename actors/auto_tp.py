@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from rollout_pool.actors.loaded_weights import load_whole
 from rollout_pool.actors.rank_group import RankGroup
 from rollout_pool.errors import ConfigError, UnsupportedModelError
 
@@ -28,7 +29,7 @@ def load_by_auto_tp(name: str, group: RankGroup, options: dict[str, Any]) -> Pre
     Linear layers are split by output, those before a sum and the head by input; embeddings stay whole.
     """
     deepspeed = _import_deepspeed(group.device)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, **options).eval()
+    model = load_whole(name, **options).eval()
     whole = _probe(model)
     parallel = {"tp_size": group.size, "tp_group": dist.group.WORLD, "tp_grain_size": 1}
     try:

@@ -9,7 +9,13 @@ from transformers import Cache, PreTrainedModel
 
 from rollout_pool.actors import support
 from rollout_pool.actors.kv_cache import cache_bytes
-from rollout_pool.actors.loading import eos_token_ids, load_model, load_tokenizer, transpose_linear_weights
+from rollout_pool.actors.loading import (
+    eos_token_ids,
+    load_config,
+    load_model,
+    load_tokenizer,
+    transpose_linear_weights,
+)
 from rollout_pool.actors.memory import MemoryPlan, plan_memory
 from rollout_pool.actors.model_runner import ModelRunner
 from rollout_pool.actors.rank_group import RankGroup
@@ -51,6 +57,9 @@ def serve(
         ask_for_strict_products()
     is_loaded_here = isinstance(model, str)
     if isinstance(model, str):
+        load_config(
+            model, trust_remote_code=trust_remote_code
+        )  # what is wrong with it is not the tokenizer's
         if isinstance(tokenizer, str):
             tokenizer = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code, required=True)
         tokenizer = tokenizer or load_tokenizer(model, trust_remote_code=trust_remote_code)

@@ -6,16 +6,19 @@ AutoTP, which finds the splits by itself, for models without a plan.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from rollout_pool.actors.loading import TORCH_DTYPES, has_softcap, load_config
+from rollout_pool.actors.checkpoint_files import refuse_unreadable
+from rollout_pool.actors.loaded_weights import load_whole
+from rollout_pool.actors.loading import TORCH_DTYPES, cannot_load, has_softcap, load_config
 from rollout_pool.actors.rank_group import RankGroup
 from rollout_pool.actors.splits import Skeleton, SplitRules
 from rollout_pool.config import Dtype
-from rollout_pool.errors import ConfigError, UnsupportedModelError, one_line
+from rollout_pool.errors import ConfigError, UnsupportedModelError
 
 Backend = Literal["transformers", "deepspeed"]
 
@@ -51,12 +54,13 @@ def load_shard(
     :class:`UnsupportedModelError` when the model cannot be split, and :class:`ConfigError` when it cannot
     be read.
     """
+    if Path(name).is_dir():
+        refuse_unreadable(name)
     config = load_config(name, trust_remote_code=trust_remote_code)
     refuse_unsplittable(config, group.size, backend)
     options: dict[str, Any] = {
         "dtype": "auto" if dtype == "auto" else TORCH_DTYPES[dtype],
         "trust_remote_code": trust_remote_code,
-        "use_safetensors": True,
     }
     if has_softcap(config.get_text_config()):
         options["attn_implementation"] = "eager"
@@ -70,7 +74,7 @@ def load_shard(
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"cannot load a shard of model {name!r}: {one_line(error)}") from error
+        raise cannot_load(name, error) from error
     return model
 
 
@@ -86,9 +90,7 @@ def _load_by_plan(name: str, group: RankGroup, options: dict[str, Any]) -> PreTr
             "that one; start the ranks with CUDA_VISIBLE_DEVICES empty to stay on the CPU"
         )
     parallel = DistributedConfig(tp_size=group.size)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        name, distributed_config=parallel, **options
-    ).eval()
+    model: PreTrainedModel = load_whole(name, distributed_config=parallel, **options).eval()
     _unwrap_linears(model)
     return model
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollout_pool.actors.checkpoint_files import refuse_unreadable
 from rollout_pool.config import PoolConfig
 from rollout_pool.errors import CapacityError, ConfigError
 
@@ -51,11 +52,13 @@ def check_paths(config: PoolConfig) -> PoolConfig:
             continue
         path = Path(value)
         if not path.exists():
-            raise ConfigError(f"{key}: there is no directory {value!r}")
+            raise ConfigError(f"{key}: there is no directory {value!r}; give one in Hugging Face format")
         if not path.is_dir():
             raise ConfigError(f"{key}: {value!r} is a file; expected a directory in Hugging Face format")
         if key == "model" and not (path / "config.json").is_file():
             raise ConfigError(f"model: {value!r} has no config.json, so it is not a Hugging Face model")
+        if key == "model":
+            refuse_unreadable(path)
         if key == "tokenizer" and not any(
             any(path.glob(name)) for name in ("tokenizer*", "vocab*", "*.model")
         ):

@@ -36,7 +36,7 @@ def checkpoint_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def _of_folder(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     if not (path / "config.json").is_file():
         raise ConfigError(f"{path} has no config.json, from which the names of its weights are known")
-    config = AutoConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())

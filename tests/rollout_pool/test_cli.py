@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import save_file
 
 import rollout_pool
 from rollout_pool.cli import main
@@ -56,6 +57,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "bad.jsonl").write_text('"ok"\n{"prompt":\n')
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
+    save_file({}, tmp_path / "model" / "model.safetensors")
     (tmp_path / "c.yaml").write_text("model: model\n")
     (tmp_path / "typo.yaml").write_text("model: model\nengine: {num_slot: 2}\n")
     (tmp_path / "there.jsonl").write_text("something\n")

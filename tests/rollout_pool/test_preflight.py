@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from rollout_pool.config import PoolConfig
 from rollout_pool.errors import CapacityError, ConfigError, UnsupportedModelError
@@ -191,6 +192,7 @@ def test_local_paths_become_absolute_and_hub_names_stay(
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    save_file({}, tmp_path / "model" / "model.safetensors")
     monkeypatch.chdir(tmp_path)
     checked = check_paths(PoolConfig(model="model", tokenizer="./model"))
     assert checked.model == checked.tokenizer == str(tmp_path / "model")
@@ -200,8 +202,11 @@ def test_local_paths_become_absolute_and_hub_names_stay(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model": "/no/such/model"}, "model: there is no directory '/no/such/model'"),
-        ({"model": "./gone"}, "model: there is no directory './gone'"),
+        (
+            {"model": "/no/such/model"},
+            "model: there is no directory '/no/such/model'; give one in Hugging Face format",
+        ),
+        ({"model": "./gone"}, "model: there is no directory './gone'; give one in Hugging Face format"),
         ({"model": "empty"}, "model: 'empty' has no config.json, so it is not a Hugging Face model"),
         ({"model": "file.gguf"}, "model: 'file.gguf' is a file; expected a directory in Hugging Face format"),
         (
