@@ -103,6 +103,40 @@ class Batch:
             self.seating.settle()
         self.forget(running)
 
+    def evict(self) -> tuple[list[Running], list[Running]]:
+        """End this batch where it is: a step has failed. Its slots give their memory back.
+
+        Returns the groups of which some sample sat in a slot, and the others. Every sample that is not over
+        has in ``Running.past`` what it has drawn, and waits for a slot again.
+        """
+        with self._runner.session():
+            self.seating.settle()
+            seats = list(self.seating.seats.values())
+            for seat, generated in zip(seats, self.seating.generated_by(seats), strict=True):
+                if count := generated.token_ids.size:
+                    versions = self.versions_of(seat, count)
+                    seat.running.past[seat.number] = seat.sample(generated, None, versions, aborted=True)
+            for running in self._groups.values():
+                self._filler.drop(running)
+            self.worker.sleep()
+        seated = {id(seat.running) for seat in seats}
+        groups = list(self._groups.values())
+        for running in groups:
+            running.line_up()
+        return (
+            [running for running in groups if id(running) in seated],
+            [running for running in groups if id(running) not in seated],
+        )
+
+    def follow(self, before: Batch) -> None:
+        """Count on from where another batch of this engine ended, and take new weights in its place."""
+        self.worker.weights = before.worker.weights
+        self.rows.count_on(before.rows)
+        self.seating.step, self.seating.num_drawn = before.seating.step, before.seating.num_drawn
+        self._filler.count_on(before._filler)
+        mine = {"num_slots": self._stats.num_slots, "kv_bytes": self._stats.kv_bytes}
+        self._stats = replace(before._stats, shortages=before._stats.shortages + 1, **mine)
+
     def advance(self) -> None:
         """One step: fill free slots, decode one token per row, learn which rows have ended."""
         with self._runner.session():

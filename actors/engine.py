@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
 from rollout_pool.actors.batch import Batch
+from rollout_pool.actors.elastic_batch import ElasticBatch
 from rollout_pool.actors.kv_cache import SlotCache
 from rollout_pool.actors.prompts import PromptEncoder
 from rollout_pool.actors.rank_group import RankGroup
 from rollout_pool.actors.rows import Generated
 from rollout_pool.actors.running import OnFinish, Running, Seat
-from rollout_pool.actors.scheduler import GroupState
 from rollout_pool.actors.served_model import serve
 from rollout_pool.actors.stopping import Endings
 from rollout_pool.actors.strict import warn_unless_strict
@@ -29,9 +30,7 @@ from rollout_pool.types import (
     ResolvedRequest,
     RolloutGroup,
     RolloutRequest,
-    Sample,
     SamplingParams,
-    TokenIds,
 )
 
 _Delivery = tuple[RolloutGroup, OnFinish | None]
@@ -90,12 +89,18 @@ class Engine:
             warn_unless_strict()
         self._endings = Endings(self.tokenizer, served.eos_token_ids, runner.vocab_size)
         self._encoder = PromptEncoder(self.tokenizer, runner.vocab_size, self.config.max_length)
-        self.batch = Batch(served, self.config, group, self._endings.watch, self._store)
+        new_batch = partial(Batch, served, group=group, watch=self._endings.watch, on_sample=self._store)
+        self._elastic = ElasticBatch(new_batch, self.config, group is not None, self._fail)
         self._running: dict[int, Running] = {}
         self._delivered: list[_Delivery] = []
         self._numbers, self._calls = count(), count()
         self._counts: Counter[str] = Counter()
         self._is_asleep = False
+
+    @property
+    def batch(self) -> Batch:
+        """The rows that are running."""
+        return self._elastic.batch
 
     @property
     def cache(self) -> SlotCache:
@@ -142,7 +147,9 @@ class Engine:
             self._counts["failed"] += 1
             self._delivered.append((failed_group(request, str(error)), on_finish))
             return
-        running = self._begin(request, prompt, on_finish)
+        stop_ids = self._endings.ids(request.sampling)
+        running = Running.of(request, prompt, stop_ids, next(self._numbers), on_finish)
+        self._running[running.state.group_id] = running
         if running.is_complete:  # all its samples were over when they came
             self._deliver(running)
         else:
@@ -186,7 +193,7 @@ class Engine:
         """
         if version <= self.weight_version:
             raise RequestError(f"version {version} is not above the present one, {self.weight_version}")
-        self.batch.update_weights(version, recompute=kv == "recompute")
+        self._elastic.update_weights(version, recompute=kv == "recompute")
 
     @property
     def weight_version(self) -> int:
@@ -225,26 +232,13 @@ class Engine:
     def _advance(self) -> None:
         if self._is_asleep:
             raise RequestError("the engine is asleep: call wake() first")
-        self.batch.advance()
+        self._elastic.advance()
 
-    def _begin(self, request: ResolvedRequest, prompt: TokenIds, on_finish: OnFinish | None) -> Running:
-        """A group on its way: which of its samples are over already, which go on, which start."""
-        params = request.sampling
-        stop_ids = self._endings.ids(params)
-        over: dict[int, Sample] = {}
-        past: dict[int, Sample] = {}
-        for sample in request.resume:
-            size = sample.token_ids.size
-            is_over = sample.finish_reason == "stop" or size >= params.max_new_tokens
-            if is_over or (size and sample.finish_reason != "error"):
-                (over if is_over else past)[sample.sample_index - request.sample_offset] = sample
-        order = [number for number in range(params.n) if number not in over]
-        lengths = [prompt.size + (past[number].token_ids.size if number in past else 0) for number in order]
-        state = GroupState(next(self._numbers), len(order), params.max_new_tokens, tuple(lengths))
-        running = Running(request, prompt, stop_ids, state, on_finish, past, order)
-        running.samples.update(over)
-        self._running[state.group_id] = running
-        return running
+    def _fail(self, running: Running, reason: str) -> None:
+        """A group is over, without samples."""
+        del self._running[running.state.group_id]
+        self._counts["failed"] += 1
+        self._delivered.append((failed_group(running.request, reason), running.on_finish))
 
     def _store(self, seat: Seat, generated: Generated, aborted: bool) -> None:
         """A sample is over and has arrived; so may be its group."""

@@ -56,6 +56,11 @@ class Filler:
             needed = len(running.order) * running.prompt.size
             self.tokens_saved += max(0, needed - running.prefill_tokens)
 
+    def count_on(self, before: Filler) -> None:
+        """Take over what another filler of the same engine has counted."""
+        self.versions, self.num_prefills = before.versions, before.num_prefills
+        self.tokens_computed, self.tokens_saved = before.tokens_computed, before.tokens_saved
+
     def drop(self, running: Running) -> None:
         """Nobody of this group waits for a slot any more: its prompt need not be held."""
         if running.is_held:
@@ -69,8 +74,9 @@ class Filler:
                 self._compute(running, running.state.group_id, running.prompt)
         self.seating.settle()
         seats = list(self.seating.seats.values())
-        for seat, tokens in zip(seats, self.seating.drawn_by(seats), strict=True):
-            self._compute(seat.running, SINGLE, np.concatenate((seat.running.prompt, tokens[:-1])))
+        for seat, generated in zip(seats, self.seating.generated_by(seats), strict=True):
+            drawn = generated.token_ids[:-1]  # the last one's KV is written by the next step
+            self._compute(seat.running, SINGLE, np.concatenate((seat.running.prompt, drawn)))
             self.worker.refill(SINGLE, column_of(seat.slot), [seat.slot])
             self.worker.drop(SINGLE)
 

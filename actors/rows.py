@@ -201,6 +201,10 @@ class Rows:
         for slot in slots:
             del self._params[slot]
 
+    def count_on(self, before: Rows) -> None:
+        """Count drawn tokens on from where other rows of the same engine ended."""
+        self._drawn += before._drawn
+
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
         """Move rows (source, target); sources are free afterwards."""
         source, target = (ops.upload(side, self.device) for side in zip(*moves, strict=True))

@@ -39,9 +39,41 @@ class Running:
     """Whether the worker holds the prompt's KV, for samples that wait for a slot."""
     samples: dict[int, Sample] = field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls,
+        request: ResolvedRequest,
+        prompt: TokenIds,
+        stop_ids: dict[int, str | int],
+        number: int,
+        on_finish: OnFinish | None,
+    ) -> Running:
+        """Group ``number``: some of its samples may be over already, some go on, the others start."""
+        params = request.sampling
+        over: dict[int, Sample] = {}
+        past: dict[int, Sample] = {}
+        for sample in request.resume:
+            size = sample.token_ids.size
+            is_over = sample.finish_reason == "stop" or size >= params.max_new_tokens
+            if is_over or (size and sample.finish_reason != "error"):
+                (over if is_over else past)[sample.sample_index - request.sample_offset] = sample
+        state = GroupState(number, params.n, params.max_new_tokens)
+        running = cls(request, prompt, stop_ids, state, on_finish, past, samples=over)
+        running.line_up()
+        return running
+
     @property
     def is_complete(self) -> bool:
         return len(self.samples) == self.request.sampling.n
+
+    def line_up(self) -> None:
+        """Have all samples that are not over wait for a slot, those with a past to go on from it."""
+        self.order = [number for number in range(self.request.sampling.n) if number not in self.samples]
+        pasts = (self.past.get(number) for number in self.order)
+        lengths = tuple(self.prompt.size + (0 if past is None else past.token_ids.size) for past in pasts)
+        before = self.state
+        self.state = GroupState(before.group_id, len(lengths), before.budget, lengths)
+        self.is_held = False
 
     def finish(self, cancelled: bool = False) -> RolloutGroup:
         """The finished group, its samples in order."""

@@ -14,7 +14,6 @@ from rollout_pool.actors.readback import HostArray, Readback
 from rollout_pool.actors.rows import BROKEN, Generated, Look, Rows
 from rollout_pool.actors.running import Running, Seat
 from rollout_pool.actors.worker import Worker
-from rollout_pool.types import TokenIds
 
 NEVER = -1
 
@@ -112,8 +111,8 @@ class Seating:
             del self.seats[seat.slot]
         self._on_free(slots)
 
-    def drawn_by(self, seats: Sequence[Seat]) -> list[TokenIds]:
-        """The tokens that each has drawn so far. Waits for the device."""
+    def generated_by(self, seats: Sequence[Seat]) -> list[Generated]:
+        """What each has drawn so far. Waits for the device."""
         if not seats:
             return []
         width = max(seat.num_drawn(self.step) for seat in seats)
@@ -123,7 +122,7 @@ class Seating:
         )
         while not arrived:
             self.wait()
-        return [Generated.unpack(row).token_ids for row in arrived[0]]
+        return [Generated.unpack(row) for row in arrived[0]]
 
     def _see(self, seats: dict[int, Seat], table: HostArray) -> None:
         """Retire the rows that ended, and those whose text now holds a stop string."""

@@ -227,6 +227,8 @@ class EngineStats:
     new_tokens: int = 0
     samples_finished: int = 0
     kv_bytes: int = 0
+    shortages: int = 0
+    """How often memory ran out in a step. ``num_slots`` is what the engine went on with."""
     weight_version: int = 0
 
 

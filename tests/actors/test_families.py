@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from rollout_pool import (
@@ -212,3 +214,34 @@ def test_sampled_logprobs_are_those_of_a_teacher_forced_forward(
     report = verify(groups, family.model)
     assert report.num_samples == 12
     assert report.max_abs_diff < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    cases(["gemma3", "qwen3-next", "bloom"]),
+)
+def test_a_step_that_runs_out_of_memory_leaves_no_trace(name: str, layout: str, family_of: Any) -> None:
+    family = family_of(name)
+    length = max(LENGTHS) + NEW
+    config = EngineConfig(num_slots=6, max_length=length, layout=layout)
+    sampling = SamplingParams(n=2, max_new_tokens=NEW, seed=3)
+    expected = Engine(family.model, config).generate(family.prompts, sampling)
+    engine = Engine(family.model, config)
+    calls = itertools.count()
+
+    def sometimes(*_: Any) -> None:
+        """Before the head: all layers have written keys, values and states by then."""
+        if next(calls) in (2, 11):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    hook = family.model.get_output_embeddings().register_forward_pre_hook(sometimes)
+    try:
+        groups = engine.generate(family.prompts, sampling)
+    finally:
+        hook.remove()
+    assert engine.stats().shortages == 2
+    for group, other in zip(groups, expected, strict=True):
+        assert [one.token_ids.tolist() for one in group.samples] == [
+            one.token_ids.tolist() for one in other.samples
+        ]
+    assert verify(groups, family.model).max_abs_diff < 1e-3
