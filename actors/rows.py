@@ -35,6 +35,15 @@ class Generated:
     logprobs: Logprobs
     sampling_logprobs: Logprobs
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether the last token was none to draw: the logits were not finite, or ruled out every token."""
+        return self.logprobs.size > 0 and bool(np.isnan(self.logprobs[-1]))
+
+    def without_last(self) -> Generated:
+        """Without the last token."""
+        return Generated(self.token_ids[:-1], self.logprobs[:-1], self.sampling_logprobs[:-1])
+
     @classmethod
     def unpack(cls, row: HostArray, count: int | None = None) -> Generated:
         """From a row of :meth:`Rows.results`; ``count`` is how many tokens count, by default all."""
@@ -52,7 +61,7 @@ class Look:
     """The state of all slots at some step, in host memory."""
 
     ended: HostArray
-    """``[slots]``: 0, ENDED, or BROKEN when the logits were not finite."""
+    """``[slots]``: 0, ENDED, or BROKEN when there was no token to draw: see :meth:`Rows.draw`."""
     counts: HostArray
     last_tokens: HostArray
     drawn: int
@@ -144,7 +153,8 @@ class Rows:
 
         kind: at least what :meth:`kind` says.
         Returns int64 ``[2, rows]``: the tokens, and whether each row goes on. A row ends by a stop id, by
-        its budget, or because its logits are not finite; what it draws after that does not count.
+        its budget, or because its logits are not finite or leave no token to draw: that token then has nan
+        as its log-probability. What a row draws after its end does not count.
         """
         count, live = self.count[slots], self.live[slots]
         stop_ids = self.stop_ids[slots]
@@ -152,6 +162,8 @@ class Rows:
         tokens, logprobs, sampling = ops.sample_tokens(
             logits, self._sampling_rows(slots, count, blocked, kind), self._vocab
         )
+        broken = ~(logprobs + sampling).isfinite()
+        logprobs = logprobs.masked_fill(broken, float("nan"))
         numbers = self._numbers[slots]
         self.tokens[numbers, count] = tokens.to(torch.int32)
         self.logprobs[numbers, count] = logprobs
@@ -159,7 +171,6 @@ class Rows:
         if self.seen is not None:
             self.seen[numbers, tokens] = True
         count = count + live
-        broken = logprobs.isnan()
         over = (tokens.unsqueeze(1) == stop_ids).any(dim=1) | (count >= self.budget[slots]) | broken
         self._drawn += live.sum()
         self.last_token[slots], self.count[slots] = tokens, count

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from rollout_pool.actors.rows import Generated
 from rollout_pool.actors.scheduler import GroupState
 from rollout_pool.actors.stopping import StopWatch
@@ -85,7 +83,7 @@ class Running:
             index=self.request.index,
             prompt_token_ids=self.prompt,
             samples=samples,
-            error="cancelled" if cancelled else _fault(samples),
+            error="cancelled" if cancelled else _fault(self.request, samples),
             metadata=self.request.metadata,
             sampling=self.request.sampling,
             timing=Timing(started - self.submitted, now - started, self.prefill_tokens),
@@ -148,18 +146,21 @@ class Seat:
     ) -> Sample:
         """What the slot generated, as a sample with its reason to end.
 
-        versions: of the weights that drew each token.
+        versions: of the weights that drew each token. A last token that is none to draw is left out.
         """
         seed, identity, index = self.draw_key
         reason, match = self._ending(generated, aborted)
+        weight_version = int(versions[-1])
+        if reason == "error":
+            generated, versions = generated.without_last(), versions[:-1]
         return Sample(
             token_ids=generated.token_ids,
-            text=self._text(generated, tokenizer),
+            text=self._text(generated, tokenizer, match),
             logprobs=generated.logprobs,
             sampling_logprobs=generated.sampling_logprobs,
             finish_reason=reason,
             stop_match=match,
-            weight_version=int(versions[-1]),
+            weight_version=weight_version,
             token_versions=versions,
             seed=seed,
             sample_index=index,
@@ -168,7 +169,7 @@ class Seat:
 
     def _ending(self, generated: Generated, aborted: bool) -> tuple[FinishReason, str | int | None]:
         last = int(generated.token_ids[-1])
-        if np.isnan(generated.logprobs[-1]):
+        if generated.is_broken:
             return "error", None
         if self.watch is not None and self.watch.match is not None:
             return "stop", self.watch.match
@@ -176,19 +177,19 @@ class Seat:
             return "stop", self.running.stop_ids[last]
         return ("aborted", None) if aborted else ("length", None)
 
-    def _text(self, generated: Generated, tokenizer: Any | None) -> str:
+    def _text(self, generated: Generated, tokenizer: Any | None, match: str | int | None) -> str:
         if tokenizer is None:
             return ""
-        if self.watch is not None and self.watch.match is not None:
+        if self.watch is not None and match is not None and match == self.watch.match:
             return self.watch.text
         return str(tokenizer.decode(generated.token_ids.tolist(), skip_special_tokens=True))
 
 
-def _fault(samples: list[Sample]) -> str | None:
+def _fault(request: ResolvedRequest, samples: list[Sample]) -> str | None:
     broken = next((sample for sample in samples if sample.finish_reason == "error"), None)
     if broken is None:
         return None
     return (
-        f"sample {broken.sample_index}: the logits are not finite at new token {broken.token_ids.size}; "
-        "check the weights for nan or inf"
+        f"{request.label}: sample {broken.sample_index}: the logits are not finite at new token "
+        f"{broken.token_ids.size + 1}, or leave no token to draw; check the weights for nan or inf"
     )

@@ -56,7 +56,8 @@ def sample_tokens(
 
     Returns tokens (int64), log-probabilities of the plain distribution (log-softmax of logits /
     temperature) and of the distribution drawn from (after penalties and filters), all ``[rows]``.
-    A row whose logits are not finite has nan as its log-probability.
+    A row whose logits are not finite has nan as its log-probability; where penalties and blocked ids leave no
+    token to draw, that of the distribution drawn from is not finite.
 
     Order of operations: Hugging Face's (penalty, blocked ids, temperature, top-k, top-p, min-p).
     The draw is Gumbel-max in its exponential form (see :func:`counter_hash.exponential_noise`), and
