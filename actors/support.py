@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout_pool.actors.kv_cache import SlotCache
+from rollout_pool.actors.loaded_weights import broken_weight
 from rollout_pool.actors.loading import has_softcap
 from rollout_pool.actors.model_runner import ModelRunner, Prefix
 from rollout_pool.errors import CapacityError, UnsupportedModelError
@@ -72,6 +73,8 @@ def trial(runner: ModelRunner, is_aligned: bool = False) -> Prefix:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise UnsupportedModelError(f"{name} failed to decode through the slot cache: {reason}") from error
     tolerance = 1e-4 if runner.model.dtype == torch.float32 else 0.1
+    if worst == float("inf") and (fault := broken_weight(runner.model)) is not None:
+        raise UnsupportedModelError(f"{name} cannot be served: its weights are broken: {fault}")
     if not worst <= tolerance:
         raise UnsupportedModelError(
             f"{name} gives other logits through the slot cache than in a plain forward "
@@ -111,8 +114,14 @@ def _measure(runner: ModelRunner, is_aligned: bool) -> tuple[float, Prefix]:
 
 
 def _relative(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Mean difference over spread: in half precision one expert routed the other way does not decide."""
-    return float((got - expected).abs().mean() / expected.std().clamp_min(1e-6))
+    """Mean difference over spread: in half precision one expert routed the other way does not decide.
+
+    Infinite when either is not a number. Ids that a model rules out for good are minus infinity in both.
+    """
+    possible = expected != float("-inf")
+    got, expected = got.where(possible, got.nan_to_num(neginf=0.0)), expected.where(possible, 0.0)
+    difference = float((got - expected).abs().mean() / expected.std().clamp_min(1e-6))
+    return difference if difference == difference else float("inf")
 
 
 def _position_table(model: PreTrainedModel, config: Any) -> int | None:

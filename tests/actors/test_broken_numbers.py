@@ -53,8 +53,8 @@ def test_a_free_row_that_breaks_reaches_no_live_one(build: Any, small_config: An
     from transformers import MistralConfig
 
     model = build(MistralConfig(**small_config(sliding_window=7)))
-    model.model.embed_tokens.weight.data[0] = float("nan")
     engine = Engine(model, EngineConfig(num_slots=3, max_length=64, deterministic="strict"))
+    model.model.embed_tokens.weight.data[0] = float("nan")
     engine.generate([[6, 7, 8]], GREEDY)
     prompts = [list(range(3, 30)), list(range(30, 60)), list(range(60, 80))]
     for prompt, group in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
