@@ -124,17 +124,42 @@ def test_ties_and_extremes(
     assert bool(torch.isfinite(row[0, got[0]]).all())
 
 
+@pytest.mark.parametrize(
+    "wanted",
+    [{}, {"temperature": 0.0}, {"top_k": 4, "top_p": 0.9}, {"min_p": 0.1}, {"penalty": 1.2, "top_k": 4}],
+    ids=["sampled", "greedy", "top-k and top-p", "min-p", "penalty and top-k"],
+)
 def test_rows_that_are_not_finite_say_so_and_harm_no_other(
+    wanted: dict[str, Any], sampling_rows: Callable[..., SamplingRows], device: torch.device
+) -> None:
+    logits = random_logits(6, 300, device)
+    logits[1, 200], logits[2, 3], logits[3] = float("nan"), float("inf"), float("-inf")
+    logits[5, 1:200] = float("-inf")  # ids that are masked are no fault
+    flags = {"adjusted": "penalty" in wanted, "filtered": "top_k" in wanted or "min_p" in wanted}
+    seen = torch.arange(300).unsqueeze(0) % 3 == 0
+    rows = on(device, sampling_rows(6, **wanted, seen=seen, **flags))
+    for tokens, logprobs, _ in (pair := both(logits, rows)):
+        assert logprobs.isnan().tolist() == [False, True, True, True, False, False]
+        assert bool(((tokens >= 0) & (tokens < 300)).all())
+        assert bool(logits[5, tokens[5]].isfinite())
+    sound = [0, 4, 5]
+    assert_same(*((t[sound], a[sound], b[sound]) for t, a, b in pair))
+
+
+def test_a_row_with_nothing_left_to_draw_says_so(
     sampling_rows: Callable[..., SamplingRows], device: torch.device
 ) -> None:
-    logits = random_logits(5, 300, device)
-    logits[1, 200], logits[2, 3], logits[3] = float("nan"), float("inf"), float("-inf")
-    for wanted in ({}, {"temperature": 0.0}, {"top_k": 4, "top_p": 0.9}):
-        rows = on(device, sampling_rows(5, **wanted, adjusted=False, filtered="top_k" in wanted))
-        got, expected = both(logits, rows)
-        assert got[1].isnan().tolist() == [False, True, True, True, False]
-        assert bool(((got[0] >= 0) & (got[0] < 300)).all())
-        assert got[0][[0, 4]].tolist() == expected[0][[0, 4]].tolist()
+    """Blocked ids rule out all, or a penalty overflows: the plain distribution is sound all the same."""
+    logits = random_logits(2, 300, device)
+    logits[0, 1:], logits[1, 5] = float("-inf"), 3e38
+    seen = torch.arange(300).unsqueeze(0) == 5
+    for temperature, top_k in ((1.0, 0), (0.0, 0), (1.0, 3)):
+        rows = on(
+            device,
+            sampling_rows(2, temperature=temperature, top_k=top_k, penalty=0.1, blocked=(0,), seen=seen),
+        )
+        for _, logprobs, sampling_logprobs in both(logits, rows):
+            assert not bool((logprobs + sampling_logprobs).isfinite().any())
 
 
 def test_logits_may_be_a_view(sampling_rows: Callable[..., SamplingRows], device: torch.device) -> None:
