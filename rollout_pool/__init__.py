@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "RolloutPool": "rollout_pool.pool",
+    "RolloutPool": "rollout_pool.launch",
     "PoolConfig": "rollout_pool.config",
     "EngineConfig": "rollout_pool.config",
     "SamplingParams": "rollout_pool.types",
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from rollout_pool.errors import UnsupportedModelError as UnsupportedModelError
     from rollout_pool.errors import VerificationError as VerificationError
     from rollout_pool.errors import WeightSyncError as WeightSyncError
-    from rollout_pool.pool import RolloutPool as RolloutPool
+    from rollout_pool.launch import RolloutPool as RolloutPool
     from rollout_pool.types import RolloutGroup as RolloutGroup
     from rollout_pool.types import RolloutRequest as RolloutRequest
     from rollout_pool.types import Sample as Sample

@@ -1,7 +1,6 @@
 """The pool: a Ray actor that holds the queue and hands whole groups to rollout actors.
 
-``RolloutPool`` is what a driver sees: it checks the configuration there, before any process
-starts. ``PoolActor`` is what runs in Ray.
+A driver starts one by :class:`rollout_pool.launch.RolloutPool`.
 """
 
 from __future__ import annotations
@@ -9,13 +8,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import uuid
-import warnings
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from typing import Any
-
-import ray
 
 from rollout_pool.actors.rollout_actor import ActorInfo
 from rollout_pool.actors.tensor_parallel import RankActors
@@ -23,9 +18,9 @@ from rollout_pool.actors.weight_records import WeightReceipt
 from rollout_pool.background import TaskSet
 from rollout_pool.config import PoolConfig
 from rollout_pool.dispatch import Dispatcher
-from rollout_pool.errors import ConfigError, PoolClosedError, RolloutPoolError
+from rollout_pool.errors import PoolClosedError, RolloutPoolError
 from rollout_pool.ledger import Job, Ledger
-from rollout_pool.preflight import ActorResources, check_paths, check_split, plan_actors, span_warning
+from rollout_pool.preflight import ActorResources
 from rollout_pool.recovery import Crew, NewRanks, one_line
 from rollout_pool.requests import call_seed, resolve_requests
 from rollout_pool.types import PoolStats, Prompt, RolloutGroup, RolloutRequest, SamplingParams
@@ -33,65 +28,6 @@ from rollout_pool.weight_sync.rank_calls import Kv
 from rollout_pool.weight_sync.session import Policy, WeightSync
 
 logger = logging.getLogger(__name__)
-
-MAX_CALLS = 10_000
-"""Calls that one pool answers at once; a ``rollout`` that waits must not keep ``stats`` waiting."""
-
-
-class RolloutPool:
-    """Starts a pool; ``RolloutPool.remote(config)`` returns the Ray handle of a :class:`PoolActor`.
-
-    ::
-
-        pool = RolloutPool.remote(PoolConfig(model="...", num_actors=2))
-        groups = ray.get(pool.rollout.remote(prompts, SamplingParams(n=8)))
-
-    The pool lives as long as its handle, like any Ray actor. A tensor-parallel pool is best ended by
-    ``shutdown``: after ``ray.kill``, and on older versions of Ray after its handle is dropped, what it
-    reserved stays so until the next such pool looks for room, or the driver ends.
-    """
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        raise TypeError("a pool is a Ray actor: write RolloutPool.remote(config)")
-
-    @staticmethod
-    def remote(config: PoolConfig) -> Any:
-        """Check ``config`` here and start the pool. Starts Ray when the driver has not.
-
-        Raises :class:`ConfigError` or :class:`CapacityError` before any actor starts. What only
-        the loading can find is raised by the handle's first call, and by ``ready``.
-        """
-        return _start_pool(config, {})
-
-    @staticmethod
-    def options(**ray_options: Any) -> _WithOptions:
-        """Ray options for the pool actor, as ``RolloutPool.options(name="pool").remote(config)``."""
-        return _WithOptions(ray_options)
-
-
-class _WithOptions:
-    def __init__(self, ray_options: dict[str, Any]) -> None:
-        self._ray_options = ray_options
-
-    def remote(self, config: PoolConfig) -> Any:
-        return _start_pool(config, self._ray_options)
-
-
-def _start_pool(config: PoolConfig, ray_options: dict[str, Any]) -> Any:
-    if not isinstance(config, PoolConfig):
-        raise ConfigError(f"config must be a PoolConfig, got {type(config).__name__}")
-    config = check_paths(config)
-    check_split(config)
-    if not ray.is_initialized():
-        ray.init()
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    resources = plan_actors(config, nodes)
-    if (warning := span_warning(config, resources, nodes)) is not None:
-        warnings.warn(warning, stacklevel=3)
-    # By its name it is seen whether a pool is gone whose placement groups are still there.
-    name = {"name": f"rollout-pool-{uuid.uuid4().hex[:12]}"} if config.tensor_parallel_size > 1 else {}
-    options = {"num_cpus": 0, "max_concurrency": MAX_CALLS, **name, **ray_options}
-    return ray.remote(PoolActor).options(**options).remote(config, resources)
 
 
 def _rank_actors(config: PoolConfig, asked: ActorResources, name: str) -> RankActors:

@@ -133,7 +133,7 @@ def _roll_out(
     todo = [line for line in prompts if line.index not in output.done]
     progress.say(f"starting {config.num_actors} rollout actor(s) with {config.model}")
     with ray_cluster(args.ray_address, verbose=args.verbose):
-        from rollout_pool.pool import RolloutPool
+        from rollout_pool.launch import RolloutPool
 
         pool = RolloutPool.remote(config.pool)
         try:
