@@ -139,7 +139,7 @@ class Batch:
 
     def advance(self) -> None:
         """One step: fill free slots, decode one token per row, learn which rows have ended."""
-        with self._runner.session():
+        with self._runner.together():
             self._fill_slots()
             if not self.seating.has_rows_to_decode:
                 self.seating.wait()
@@ -153,10 +153,10 @@ class Batch:
                 else:
                     self.seating.deliver()
 
-    def sleep(self) -> None:
-        """Give the memory of the slots back. No group may be running."""
+    def sleep(self, weights: bool = False) -> None:
+        """Give the memory of the slots back, and that of the weights. No group may be running."""
         with self._runner.session():
-            self.worker.sleep()
+            self.worker.sleep(weights)
 
     def wake(self) -> None:
         """Take it again."""
@@ -191,7 +191,7 @@ class Batch:
 
         recompute: make the KV of running samples and held prompts anew; else what old weights made stays.
         """
-        with self._runner.session():
+        with self._runner.together():
             self.worker.commit(version)
             self.versions.change(version, self.seating.step)
             if recompute:
@@ -237,7 +237,7 @@ class Batch:
 
     def _record_steps(self, recorder: Recorder | None) -> None:
         """Have decode steps replayed from now on; those of plain sampling are recorded at once."""
-        if recorder is None:
+        if recorder is None or self._runner.partitioned is not None:
             return
         self.worker.record_steps(recorder, self.rows.state)
         with self._runner.session():

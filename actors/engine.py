@@ -9,6 +9,7 @@ from functools import partial
 from itertools import count
 from typing import Any, Literal
 
+import torch
 from transformers import PreTrainedModel
 
 from rollout_pool.actors.batch import Batch
@@ -43,8 +44,10 @@ class Engine:
         groups = engine.generate(prompts, SamplingParams(n=8, max_new_tokens=512))
 
     Args:
-        model: a folder or name to load, or a loaded ``PreTrainedModel``, which is used as it is: the
-            engine makes no copy of it, and restores what it touches (mode, attention).
+        model: a folder or name to load, or a trainer's model, as it is or in a DeepSpeed engine (ZeRO 0 to
+            3), DDP or ``torch.compile``. Of that the engine makes no copy; it restores what it touches, and
+            sees when it was trained. Where there is a DeepSpeed engine, give that: its steps are counted
+            (``docs/colocated.md``).
         tokenizer: a loaded one or a folder; by default the one in the model's folder. Without any,
             prompts are token ids and ``Sample.text`` is empty.
         dtype, device, trust_remote_code: how to load the model; not for a loaded one.
@@ -59,7 +62,7 @@ class Engine:
 
     def __init__(
         self,
-        model: str | PreTrainedModel,
+        model: str | PreTrainedModel | torch.nn.Module,
         config: EngineConfig | None = None,
         *,
         tokenizer: Any | None = None,
@@ -84,18 +87,21 @@ class Engine:
             backend=backend,
         )
         self.model, self.tokenizer, self.memory_plan = served.model, served.tokenizer, served.memory_plan
-        runner = served.runner
+        runner = self._runner = served.runner
+        self._borrowed = served.borrowed
+        self._mark = self._borrowed and self._borrowed.mark()
         if self.is_strict and runner.device.type == "cpu":
             warn_unless_strict()
         self._endings = Endings(self.tokenizer, served.eos_token_ids, runner.vocab_size)
         self._encoder = PromptEncoder(self.tokenizer, runner.vocab_size, self.config.max_length)
         new_batch = partial(Batch, served, group=group, watch=self._endings.watch, on_sample=self._store)
-        self._elastic = ElasticBatch(new_batch, self.config, group is not None, self._fail)
+        is_split = group is not None or runner.partitioned is not None
+        self._elastic = ElasticBatch(new_batch, self.config, is_split, self._fail)
         self._running: dict[int, Running] = {}
         self._delivered: list[_Delivery] = []
         self._numbers, self._calls = count(), count()
         self._counts: Counter[str] = Counter()
-        self._is_asleep = False
+        self._is_asleep = self._has_no_weights = False
 
     @property
     def batch(self) -> Batch:
@@ -112,7 +118,10 @@ class Engine:
     def generate(
         self, prompts: Iterable[Prompt | RolloutRequest], sampling: SamplingParams | None = None
     ) -> list[RolloutGroup]:
-        """Roll out all prompts: one group per prompt, in input order; a bad prompt's has an ``error``."""
+        """Roll out all prompts: one group per prompt, in input order; a bad prompt's has an ``error``.
+
+        On a ZeRO-3 trainer every rank calls this, each with its own prompts, or none.
+        """
         requests = resolve_requests(prompts, sampling, seed=call_seed(self.seed, next(self._calls)))
         groups: dict[int, RolloutGroup] = {}
         others: list[_Delivery] = []
@@ -120,16 +129,17 @@ class Engine:
         def store(group: RolloutGroup) -> None:
             groups[group.index] = group
 
-        for request in requests:
-            self.submit(request, store)
-        while len(groups) < len(requests):
-            self._advance()
-            delivered, self._delivered = self._delivered, []
-            for group, on_finish in delivered:
-                if on_finish is store:
-                    store(group)
-                else:
-                    others.append((group, on_finish))
+        with self._runner.together():
+            for request in requests:
+                self.submit(request, store)
+            while len(groups) < len(requests):
+                self._advance()
+                delivered, self._delivered = self._delivered, []
+                for group, on_finish in delivered:
+                    if on_finish is store:
+                        store(group)
+                    else:
+                        others.append((group, on_finish))
         self._delivered = others + self._delivered
         return [groups[index] for index in range(len(requests))]
 
@@ -159,8 +169,16 @@ class Engine:
         """Whether :meth:`step` has anything to do or to deliver."""
         return bool(self._running or self._delivered)
 
+    def any_rank_has_work(self) -> bool:
+        """:meth:`has_work` of any rank of a ZeRO-3 trainer, whose ranks all ask at the same time."""
+        partitioned = self._runner.partitioned
+        return self.has_work() if partitioned is None else partitioned.any_rank(self.has_work())
+
     def step(self) -> list[RolloutGroup]:
-        """Admit, compact, decode one token per row, retire. Returns the groups that are complete."""
+        """Admit, compact, decode one token per row, retire. Returns the groups that are complete.
+
+        On a ZeRO-3 trainer every rank steps as often as the others: ``while engine.any_rank_has_work()``.
+        """
         self._advance()
         complete = []
         while self._delivered:  # one by one: a callback that raises leaves the others for the next step
@@ -193,30 +211,49 @@ class Engine:
         """
         if version <= self.weight_version:
             raise RequestError(f"version {version} is not above the present one, {self.weight_version}")
+        if self._has_no_weights:
+            raise RequestError("the weights are asleep: call wake() before new ones are written")
         self._elastic.update_weights(version, recompute=kv == "recompute")
+        self._mark = self._borrowed and self._borrowed.mark()
+
+    def weights_changed(
+        self, version: int | None = None, kv: Literal["recompute", "keep"] = "recompute"
+    ) -> None:
+        """A borrowed model has been trained: tokens are of this version from now on, by default the next.
+
+        Needed where the engine cannot see it (``docs/colocated.md``), or for versions of one's own. kv: as in
+        :meth:`update_weights`. On a ZeRO-3 trainer all ranks call this. Raises :class:`RequestError` for a
+        model that the engine loaded itself, and for a version that is not above the present one.
+        """
+        if self._borrowed is None:
+            raise RequestError("this engine loaded its model itself: nobody else changes its weights")
+        self.update_weights(self.weight_version + 1 if version is None else version, kv=kv)
 
     @property
     def weight_version(self) -> int:
         """0 for the weights that the engine started with."""
         return self.batch.versions.current
 
-    def sleep(self) -> None:
+    def sleep(self, weights: bool = False) -> None:
         """Give the memory of KV and of recorded steps back, to a trainer in the same process, say.
 
-        The weights stay where they are. Until :meth:`wake` the engine takes requests and runs none.
-        Raises :class:`RequestError` while groups are running: finish or abort them first.
+        weights: that of the weights too, which go from a GPU into host memory, and on a CPU into a temporary
+        file, until :meth:`wake`. Until then the engine takes requests and runs none. Raises
+        :class:`RequestError` while groups are running (finish or abort them first), and for the weights of a
+        borrowed model.
         """
         if self._running:
             raise RequestError(f"{len(self._running)} groups are running: finish or abort them before sleep")
-        if not self._is_asleep:
-            self.batch.sleep()
-            self._is_asleep = True
+        if weights and self._borrowed is not None:
+            raise RequestError("the weights are a trainer's, who has to move them: sleep without weights")
+        self.batch.sleep(weights)
+        self._is_asleep, self._has_no_weights = True, self._has_no_weights or weights
 
     def wake(self) -> None:
         """Take the memory that :meth:`sleep` gave back. What waited since then starts with the next step."""
         if self._is_asleep:
             self.batch.wake()
-            self._is_asleep = False
+            self._is_asleep = self._has_no_weights = False
 
     def stats(self) -> EngineStats:
         """Counters since the engine started, and its state now."""
@@ -232,6 +269,8 @@ class Engine:
     def _advance(self) -> None:
         if self._is_asleep:
             raise RequestError("the engine is asleep: call wake() first")
+        if self._borrowed is not None and self._borrowed.mark() != self._mark:
+            self.weights_changed()
         self._elastic.advance()
 
     def _fail(self, running: Running, reason: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from rollout_pool.actors.zero3 import full_bytes, held_bytes, is_partitioned
 from rollout_pool.config import EngineConfig
 from rollout_pool.errors import CapacityError
 
@@ -27,6 +28,8 @@ class MemoryPlan:
     max_length: int
     free_bytes: int
     device: str
+    gather_bytes: int = 0
+    """Of the whole model, where ZeRO-3's parts come together for a rollout."""
 
     @property
     def kv_bytes(self) -> int:
@@ -35,7 +38,12 @@ class MemoryPlan:
 
     def check(self) -> None:
         """Raise :class:`CapacityError` when the slots do not fit into the free memory."""
-        usable = int(self.free_bytes * (1 - _RESERVE))
+        usable = int(self.free_bytes * (1 - _RESERVE)) - self.gather_bytes
+        if usable < 0:
+            raise CapacityError(
+                f"the whole model takes {_gib(self.gather_bytes)} on {self.device}, of which "
+                f"{_gib(self.free_bytes)} are free: set engine.zero3_gather to 'layers'"
+            )
         if self.kv_bytes <= usable:
             return
         slots = max(0, usable // self.bytes_per_slot - 1)
@@ -62,14 +70,16 @@ def plan_memory(
 ) -> MemoryPlan:
     """The plan for a loaded model whose cache takes ``per_token`` and ``per_slot`` bytes."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    is_gathered = config.zero3_gather == "whole" and is_partitioned(model)
     return MemoryPlan(
-        weight_bytes=sum(parameter.nbytes for parameter in model.parameters()),
+        weight_bytes=sum(map(held_bytes, model.parameters())),
         bytes_per_token=per_token,
         bytes_per_slot=per_token * config.max_length + per_slot,
         num_slots=config.num_slots,
         max_length=config.max_length,
         free_bytes=int(free),
         device=str(device),
+        gather_bytes=sum(map(full_bytes, model.parameters())) if is_gathered else 0,
     )
 
 

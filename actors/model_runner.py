@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,16 +13,20 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from rollout_pool.actors.attention import AttentionSwitch
 from rollout_pool.actors.kv_cache import SlotCache
+from rollout_pool.actors.zero3 import Gather, Partitioned, full_shape, is_partitioned
 from rollout_pool.errors import UnsupportedModelError
 
 
 @contextmanager
-def evaluation(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; every module's mode is restored on the way out."""
+def evaluation(model: torch.nn.Module, *, is_partitioned: bool = False) -> Iterator[None]:
+    """Evaluation mode without gradients; every module's mode is restored on the way out.
+
+    is_partitioned: parameters get new data meanwhile, which a trainer must be able to differentiate by.
+    """
     was_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with torch.inference_mode():
+        with torch.no_grad() if is_partitioned else torch.inference_mode():
             yield
     finally:
         for module in was_training:
@@ -41,12 +45,19 @@ class Prefix:
 class ModelRunner:
     """Runs one model. Never trains it, and leaves it as it was: mode, attention, ``use_cache``."""
 
-    def __init__(self, model: PreTrainedModel, vocab_size: int | None = None) -> None:
-        """vocab_size: of the logits; by default the rows of the head, which a shard holds only in part."""
+    def __init__(
+        self, model: PreTrainedModel, vocab_size: int | None = None, gather: Gather = "layers"
+    ) -> None:
+        """vocab_size: of the logits; by default the rows of the head, which a shard holds only in part.
+
+        gather: how parameters that ZeRO-3 has partitioned come together.
+        """
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
         self.device: torch.device = next(model.parameters()).device
         self.vocab_size: int = vocab_size or _vocabulary_size(model)
+        self.partitioned = Partitioned(model, gather, self.device) if is_partitioned(model) else None
+        """What runs the model when ZeRO-3 has partitioned it."""
         self._attention = AttentionSwitch(model)
         parameters = inspect.signature(model.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
@@ -59,7 +70,17 @@ class ModelRunner:
 
     def session(self) -> AbstractContextManager[None]:
         """Evaluation mode without gradients; see :func:`evaluation`."""
-        return evaluation(self.model)
+        return evaluation(self.model, is_partitioned=self.partitioned is not None)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A session that may run forwards; of a ZeRO-3 trainer, on all ranks: see :class:`Partitioned`."""
+        with self.session(), nullcontext() if self.partitioned is None else self.partitioned.together():
+            yield
+
+    def __call__(self, **arguments: Any) -> Any:
+        """The model's own forward; of a partitioned model within :meth:`together`."""
+        return self.model(**arguments) if self.partitioned is None else self.partitioned.run(arguments)
 
     def prefill(self, token_ids: torch.Tensor) -> Prefix:
         """Compute a prompt alone and unpadded, as ``generate`` would. token_ids: int64 ``[tokens]``."""
@@ -88,7 +109,7 @@ class ModelRunner:
         """Logits of every position in one plain forward without a cache: float32 ``[tokens, vocab]``."""
         positions = torch.arange(token_ids.shape[0], device=self.device).unsqueeze(0)
         arguments = {"position_ids": positions} if self._takes_positions else {}
-        out = self.model(input_ids=token_ids.unsqueeze(0), use_cache=False, **arguments)
+        out = self(input_ids=token_ids.unsqueeze(0), use_cache=False, **arguments)
         logits: torch.Tensor = out.logits[0].float()
         return logits
 
@@ -106,7 +127,7 @@ class ModelRunner:
             arguments["attention_mask"] = token_mask
         if self._keeps_logits:
             arguments["logits_to_keep"] = 1
-        out = self.model(input_ids=input_ids, **arguments)
+        out = self(input_ids=input_ids, **arguments)
         logits: torch.Tensor = out.logits[:, -1, :].float()
         return logits
 
@@ -115,4 +136,4 @@ def _vocabulary_size(model: PreTrainedModel) -> int:
     output = model.get_output_embeddings()
     if output is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no language-model head")
-    return int(output.weight.shape[0])
+    return full_shape(output.weight)[0]

@@ -76,10 +76,10 @@ class LeadingWorker(Worker):
         self._tell(CLEAR, slots)
         super().clear(slots)
 
-    def sleep(self) -> None:
-        self._tell(SLEEP, [])
+    def sleep(self, weights: bool = False) -> None:
+        self._tell(SLEEP, [int(weights)])
         self._send()
-        super().sleep()
+        super().sleep(weights)
 
     def wake(self) -> None:
         self._tell(WAKE, [])
@@ -159,7 +159,7 @@ def replay(worker: Worker, group: RankGroup) -> None:
         TRIM: lambda n: worker.trim(*n),
         FREE: worker.free,
         CLEAR: worker.clear,
-        SLEEP: lambda _: worker.sleep(),
+        SLEEP: lambda n: worker.sleep(bool(n[0])),
         WAKE: lambda _: worker.wake(),
     }
     with worker.runner.session():

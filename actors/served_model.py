@@ -8,6 +8,7 @@ from typing import Any
 from transformers import Cache, PreTrainedModel
 
 from rollout_pool.actors import support
+from rollout_pool.actors.borrowed_model import BorrowedModel, borrow
 from rollout_pool.actors.kv_cache import cache_bytes
 from rollout_pool.actors.loading import (
     eos_token_ids,
@@ -21,7 +22,7 @@ from rollout_pool.actors.model_runner import ModelRunner
 from rollout_pool.actors.rank_group import RankGroup
 from rollout_pool.actors.strict import ask_for_strict_products
 from rollout_pool.config import Dtype, EngineConfig, TensorParallelBackend
-from rollout_pool.errors import ConfigError
+from rollout_pool.errors import ConfigError, RolloutPoolError
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,12 @@ class ServedModel:
     """A small prefill's cache; its tensors give the slot cache its shapes."""
     memory_plan: MemoryPlan
     eos_token_ids: tuple[int, ...]
+    borrowed: BorrowedModel | None
+    """Set when a trainer's model is served."""
 
 
 def serve(
-    model: str | PreTrainedModel,
+    model: Any,
     config: EngineConfig,
     *,
     tokenizer: Any | None,
@@ -50,12 +53,13 @@ def serve(
 ) -> ServedModel:
     """Load a model if need be, refuse it if it cannot be served, and plan its memory.
 
-    With a ``group``, every rank calls this at the same time and gets its shard. Raises ConfigError,
-    UnsupportedModelError or CapacityError, each with the way out.
+    With a ``group``, every rank calls this at the same time and gets its shard; so does every rank of a
+    trainer whose model ZeRO-3 has partitioned. Raises ConfigError, UnsupportedModelError or CapacityError,
+    each with the way out.
     """
     if config.deterministic == "strict":
         ask_for_strict_products()
-    is_loaded_here = isinstance(model, str)
+    borrowed = None if isinstance(model, str) else borrow(model)
     if isinstance(model, str):
         load_config(
             model, trust_remote_code=trust_remote_code
@@ -64,24 +68,54 @@ def serve(
             tokenizer = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code, required=True)
         tokenizer = tokenizer or load_tokenizer(model, trust_remote_code=trust_remote_code)
         model = _load(model, dtype, device, trust_remote_code, group, backend)
-    elif dtype != "auto" or device is not None:
-        raise ConfigError("dtype and device are for loading; a model that is loaded already keeps its own")
-    elif group is not None:
-        raise ConfigError("a tensor-parallel engine loads its model itself: pass a folder or a name")
+    else:
+        assert borrowed is not None
+        model = _lent(borrowed, config, dtype, device, group)
     is_aligned = config.layout == "aligned"
     support.refuse_by_configuration(model, config.max_length, is_aligned)
     is_whole = group is None
-    runner = ModelRunner(model, None if is_whole else model.config.get_text_config(decoder=True).vocab_size)
+    vocab_size = None if is_whole else model.config.get_text_config(decoder=True).vocab_size
+    runner = ModelRunner(model, vocab_size, config.zero3_gather)
     wants_transposed = config.linear_layout == "transposed" or (
-        config.linear_layout == "auto" and is_loaded_here
+        config.linear_layout == "auto" and borrowed is None
     )
     if wants_transposed and runner.device.type == "cpu":
         transpose_linear_weights(model)
-    with runner.session():
-        example = support.trial(runner, is_aligned).cache
-    plan = plan_memory(model, config, *cache_bytes(example), runner.device)
-    plan.check()
-    return ServedModel(model, tokenizer, runner, example, plan, eos_token_ids(model, tokenizer))
+    example, plan = _try_out(runner, config)
+    return ServedModel(model, tokenizer, runner, example, plan, eos_token_ids(model, tokenizer), borrowed)
+
+
+def _try_out(runner: ModelRunner, config: EngineConfig) -> tuple[Cache, MemoryPlan]:
+    """A small prefill's cache, and the plan. What fails on one rank of a trainer fails on all."""
+    error: RolloutPoolError | None = None
+    try:
+        with runner.together():
+            example = support.trial(runner, config.layout == "aligned").cache
+        plan = plan_memory(runner.model, config, *cache_bytes(example), runner.device)
+        plan.check()
+    except RolloutPoolError as found:
+        error = found
+    if runner.partitioned is not None:
+        runner.partitioned.agree(error, "serve the model")
+    if error is not None:
+        raise error
+    return example, plan
+
+
+def _lent(
+    borrowed: BorrowedModel,
+    config: EngineConfig,
+    dtype: Dtype,
+    device: str | None,
+    group: RankGroup | None,
+) -> PreTrainedModel:
+    if dtype != "auto" or device is not None:
+        raise ConfigError("dtype and device are for loading; a model that is loaded already keeps its own")
+    if group is not None:
+        raise ConfigError("a tensor-parallel engine loads its model itself: pass a folder or a name")
+    if config.linear_layout == "transposed":
+        borrowed.refuse_transposed()
+    return borrowed.model
 
 
 def _load(

@@ -17,6 +17,7 @@ from rollout_pool.actors.kv_cache import SlotCache
 from rollout_pool.actors.model_runner import Prefix
 from rollout_pool.actors.model_tensors import ModelTensors
 from rollout_pool.actors.served_model import ServedModel
+from rollout_pool.actors.stored_weights import StoredWeights
 from rollout_pool.config import EngineConfig
 from rollout_pool.kernels import ops
 from rollout_pool.types import TokenIds
@@ -48,6 +49,8 @@ class Worker:
         self._prefixes: dict[int, Prefix] = {}
         self.weights: StagedWeights | None = None
         """What new weights are staged in, when this worker takes any."""
+        self._borrowed = served.borrowed
+        self._stored: StoredWeights | None = None
         self.graphs: GraphedStep | None = None
         """Recordings of decode steps; see :meth:`record_steps`."""
 
@@ -91,9 +94,10 @@ class Worker:
         self.cache.expand(prefix.cache, at, prefix.length, column)
 
     def commit(self, version: int) -> None:
-        """Write the staged weights of this version into the model."""
-        assert self.weights is not None
-        self.weights.commit(version)
+        """Write the staged weights of this version into the model, unless its trainer has."""
+        weights = self.weights or self._borrowed
+        assert weights is not None
+        weights.commit(version)
 
     def drop(self, group: int) -> None:
         """The prompt is not needed any more."""
@@ -140,14 +144,19 @@ class Worker:
         """Zero the cache of slots whose numbers broke."""
         self.cache.clear(ops.upload(slots, self.runner.device))
 
-    def sleep(self) -> None:
-        """Give the memory of the slots, and of recorded steps, back. No row may be live."""
+    def sleep(self, weights: bool = False) -> None:
+        """Give the memory of the slots, of recorded steps and of ``weights`` back. No row may be live."""
         if self.graphs is not None:
             self.graphs.invalidate()
         self.cache.release()
+        if weights and self._stored is None:
+            self._stored = StoredWeights(self.runner.model)
 
     def wake(self) -> None:
         """Take the memory again."""
+        if self._stored is not None:
+            self._stored.restore()
+            self._stored = None
         self.cache.restore()
 
     def close(self) -> None:

@@ -1,0 +1,74 @@
+"""A model that a trainer lends: taken out of what it is wrapped in, and watched for a trainer's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from rollout_pool.actors.model_tensors import ModelTensors
+from rollout_pool.actors.zero3 import is_partitioned
+from rollout_pool.errors import ConfigError
+
+WRAPPERS = ("DistributedDataParallel", "DeepSpeedEngine")
+
+
+class BorrowedModel:
+    """A trainer's model, and its DeepSpeed engine if that was given."""
+
+    def __init__(self, model: PreTrainedModel, trainer: Any | None) -> None:
+        self.model = model
+        self._trainer = trainer
+        self._is_partitioned = is_partitioned(model)
+        self._tensors = ModelTensors(model)
+
+    def mark(self) -> Hashable:
+        """Another value than before when weights were written since, as far as that shows.
+
+        It shows in DeepSpeed's count of steps, and in torch's count of writes to each tensor. Writes to
+        ``parameter.data`` are not counted, nor are those to partitioned parameters.
+        """
+        steps = getattr(self._trainer, "global_steps", None)
+        if self._is_partitioned:
+            return steps
+        parameters = (tensor for tensor in self._tensors() if isinstance(tensor, torch.nn.Parameter))
+        return steps, sum(parameter._version for parameter in parameters if not parameter.is_inference())
+
+    def commit(self, version: int) -> None:
+        """The trainer writes its weights itself: there is nothing to do."""
+
+    def refuse_transposed(self) -> None:
+        """Raise :class:`ConfigError` when weights laid out anew would no longer be those of the trainer.
+
+        ZeRO-1 and 2 keep them as views of one flat buffer, ZeRO-3 in parts.
+        """
+        if self._is_partitioned or any(
+            parameter.untyped_storage().nbytes() > parameter.nbytes for parameter in self.model.parameters()
+        ):
+            raise ConfigError(
+                "engine.linear_layout 'transposed' would take the weights out of their trainer's buffers; "
+                "leave it at 'auto'"
+            )
+
+
+def borrow(given: Any) -> BorrowedModel:
+    """The model inside a DeepSpeed engine, DDP or ``torch.compile``, or given as it is.
+
+    Raises :class:`ConfigError` for anything else.
+    """
+    inner, trainer = given, None
+    while not isinstance(inner, PreTrainedModel):
+        if type(inner).__name__ == "DeepSpeedEngine":
+            trainer = inner
+        if isinstance(getattr(inner, "_orig_mod", None), torch.nn.Module):
+            inner = inner._orig_mod
+        elif type(inner).__name__ in WRAPPERS:
+            inner = inner.module
+        else:
+            raise ConfigError(
+                f"an engine serves a folder, a name or a PreTrainedModel, bare or in a DeepSpeed engine, DDP "
+                f"or torch.compile; got {type(inner).__name__}"
+            )
+    return BorrowedModel(inner, trainer)
