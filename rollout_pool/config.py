@@ -71,6 +71,9 @@ class EngineConfig(StrictModel):
     readback_every: int | None = Field(default=None, ge=1, le=64)
     """Steps between two looks at which rows have ended. A look never stops the device, but a row that
     ended before it still takes part in the steps until then. None: 4 on a GPU, 1 on a CPU."""
+    zero3_gather: Literal["layers", "whole"] = "layers"
+    """How a trainer's weights come together that ZeRO-3 has partitioned. ``layers``: one layer at a time in
+    every forward, in no more memory than training takes. ``whole``: all of them once per rollout."""
 
     @model_validator(mode="after")
     def _strict_is_ragged(self) -> Self:
