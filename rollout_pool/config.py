@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from rollout_pool.errors import ConfigError
+from rollout_pool.errors import ConfigError, one_line
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 TensorParallelBackend = Literal["transformers", "deepspeed"]
@@ -90,7 +90,7 @@ class PoolConfig(StrictModel):
 
     model: str = Field(min_length=1)
     tokenizer: str | None = None
-    num_actors: int = Field(default=1, ge=1)
+    num_actors: int = Field(default=1, ge=1, le=65536)
     """Engines. Under tensor parallelism each is a group of ``tensor_parallel_size`` processes."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Ranks that one engine's weights and KV are split over; each is a Ray actor with its own device."""
@@ -104,7 +104,7 @@ class PoolConfig(StrictModel):
     cpus_per_actor: int | None = Field(default=None, ge=1)
     """Cores, and torch threads, per actor, or per rank of a tensor-parallel group. None: the cluster's
     cores divided among CPU actors."""
-    gpus_per_actor: float | None = Field(default=None, ge=0)
+    gpus_per_actor: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Per actor, or per rank of a tensor-parallel group, and then 0 or 1. None: one where the cluster has
     GPUs, otherwise CPU actors."""
     start_timeout_s: float = Field(default=600.0, gt=0)
@@ -156,34 +156,69 @@ def read_yaml(path: str | Path) -> Any:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not UTF-8 text") from None
+        raise ConfigError(f"{path} is not UTF-8 text; save it as such") from None
     except OSError as error:
-        raise ConfigError(f"cannot read configuration {path}: {error.strerror}") from None
+        raise ConfigError(f"cannot read configuration {path}: {error.strerror}; name a YAML file") from None
     try:
+        _refuse_repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader), str(path))
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        where = " ".join(str(error).split())
-        raise ConfigError(f"{path} is not valid YAML: {where}") from None
+    except ConfigError:
+        raise
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        reason = _short(" ".join((error.problem or error.context or "").split()), 120)
+        raise ConfigError(f"{path}{line}: not valid YAML: {reason}; see configs/ for examples") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # a date that does not exist, say
+        raise ConfigError(f"{path}: not valid YAML: {_short(one_line(error), 120)}; see configs/ for examples") from None
+
+
+def _refuse_repeated_keys(root: Any, source: str) -> None:
+    """YAML takes the last of two equal keys, and the first is silently lost."""
+    waiting, known = [root], set()
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(getattr(node, "value", None), list) or id(node) in known:  # a node may stand twice
+            continue
+        known.add(id(node))
+        seen: dict[str, int] = {}
+        for item in node.value:
+            key, value = item if isinstance(item, tuple) else (None, item)
+            waiting.append(value)
+            if key is None:  # of a list
+                continue
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in seen:
+                raise ConfigError(
+                    f"{source}, line {line}: {_short(name)} is given twice, in line {seen[name]} already; "
+                    "remove one"
+                )
+            seen[name] = line
 
 
 def describe(error: ValidationError, model: type[BaseModel]) -> str:
     """One line for the first fault of a pydantic error, with its full path and the way out."""
     faults = error.errors(include_url=False)
     first = faults[0]
-    path = ".".join(str(part) for part in first["loc"])
+    path = ".".join(_short(str(part)) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         known = list(model.model_fields)
         close = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+        hint = f"did you mean {close[0]!r}?" if close else _short(f"known keys: {', '.join(known)}", 200)
         message = f"{path}: unknown key; {hint}"
     elif first["type"] == "missing":
-        message = f"{path}: required, but not given"
+        message = f"{path}: required, but not given; set it"
     elif isinstance(first.get("ctx", {}).get("error"), ConfigError):  # a nested model's own message
         message = f"{path}.{first['ctx']['error']}" if path else str(first["ctx"]["error"])
     else:
         text = first["msg"].removeprefix("Value error, ")
         message = f"{path}: {text}" if path else text
         if not isinstance(first["input"], (dict, BaseModel)):
-            message += f", got {first['input']!r}"
+            message += f", got {_short(repr(first['input']))}"
     more = len(faults) - 1
     return f"{message} (and {more} more)" if more else message
+
+
+def _short(text: str, limit: int = 60) -> str:
+    """Enough of a user's value to find it by."""
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -31,16 +31,16 @@ class SamplingParams(StrictModel):
     ``min_new_tokens``, temperature, top-k, top-p, min-p.
     """
 
-    n: int = Field(default=1, ge=1)
+    n: int = Field(default=1, ge=1, le=65536)
     max_new_tokens: int = Field(default=128, ge=1)
     min_new_tokens: int = Field(default=0, ge=0)
-    temperature: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
-    """0 is greedy, whatever the other fields say."""
+    temperature: float = Field(default=1.0, ge=0.0, le=1e6, allow_inf_nan=False)
+    """0 is greedy, whatever the other fields say. Otherwise at least 1e-6: float32 ends there."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int | None = Field(default=None)
+    top_k: int | None = Field(default=None, le=2**31 - 1)
     """Off: None, 0 (Hugging Face, TRL) or -1 (vLLM, DeepSpeed)."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    repetition_penalty: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    repetition_penalty: float = Field(default=1.0, ge=1e-3, le=1e3, allow_inf_nan=False)
     stop: tuple[str, ...] = ()
     """Strings that end a sample; they may cross token boundaries. The text ends before the match."""
     stop_token_ids: tuple[int, ...] = ()
@@ -66,6 +66,13 @@ class SamplingParams(StrictModel):
     def _no_empty_stop(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if "" in value:
             raise ValueError("an empty stop string would end every sample at once")
+        return value
+
+    @field_validator("temperature")
+    @classmethod
+    def _in_float32(cls, value: float) -> float:
+        if 0 < value < 1e-6:
+            raise ValueError("must be 0 (greedy) or at least 1e-6")
         return value
 
     @field_validator("top_k")

@@ -71,7 +71,7 @@ def test_a_path_may_start_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
         ("", "expected a mapping of keys, got NoneType"),
         ("- model\n", "expected a mapping of keys, got list"),
         ("1: m\n", "keys are strings, got 1"),
-        ("model: [\n", "is not valid YAML"),
+        ("model: [\n", "line 2: not valid YAML"),
     ],
 )  # fmt: skip
 def test_a_mistake_names_file_and_key(tmp_path: Path, text: str, message: str) -> None:
