@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from time import time
 
 import numpy as np
 
@@ -40,7 +41,7 @@ class Filler:
 
     def admit(self, running: Running, admission: Admission) -> None:
         """Prefill a group if it is new, expand its KV into the slots, draw their first tokens."""
-        slots = admission.slots
+        slots, start = admission.slots, time()
         numbers = running.order[admission.first : admission.first + len(slots)]
         seats = [self._seat(running, number, slot) for slot, number in zip(slots, numbers, strict=True)]
         keys = [ops.sample_key(*seat.draw_key) for seat in seats]
@@ -51,6 +52,7 @@ class Filler:
         for seat, column in zip(seats, admission.columns, strict=True):
             if seat.past is not None:
                 self._resume(seat, seat.past, column)
+        running.stays.begin([(seat.sample_index, seat.slot) for seat in seats], start)
         if admission.is_last:
             self.drop(running)
             needed = len(running.order) * running.prompt.size

@@ -9,6 +9,7 @@ from typing import Any
 
 from rollout_pool.actors.rows import Generated
 from rollout_pool.actors.scheduler import GroupState
+from rollout_pool.actors.stays import Stays
 from rollout_pool.actors.stopping import StopWatch
 from rollout_pool.types import FinishReason, ResolvedRequest, RolloutGroup, Sample, Timing, TokenIds
 
@@ -36,6 +37,7 @@ class Running:
     is_held: bool = False
     """Whether the worker holds the prompt's KV, for samples that wait for a slot."""
     samples: dict[int, Sample] = field(default_factory=dict)
+    stays: Stays = field(default_factory=Stays)
 
     @classmethod
     def of(
@@ -72,6 +74,7 @@ class Running:
         before = self.state
         self.state = GroupState(before.group_id, len(lengths), before.budget, lengths)
         self.is_held = False
+        self.stays.end_all()
 
     def finish(self, cancelled: bool = False) -> RolloutGroup:
         """The finished group, its samples in order."""
@@ -86,7 +89,9 @@ class Running:
             error="cancelled" if cancelled else _fault(self.request, samples),
             metadata=self.request.metadata,
             sampling=self.request.sampling,
-            timing=Timing(started - self.submitted, now - started, self.prefill_tokens),
+            timing=Timing(
+                started - self.submitted, now - started, self.prefill_tokens, stays=self.stays.all()
+            ),
         )
 
 
@@ -134,12 +139,17 @@ class Seat:
         return 0 if self.past is None else self.past.token_ids.size
 
     @property
+    def sample_index(self) -> int:
+        """As its sample will have it."""
+        return self.running.request.sample_offset + self.number
+
+    @property
     def draw_key(self) -> tuple[int, str, int]:
         """Seed, identity and sample index: what all its draws come from."""
         if self.past is not None:
             return self.past.seed, self.past.identity, self.past.sample_index
         request = self.running.request
-        return request.seed, request.identity, request.sample_offset + self.number
+        return request.seed, request.identity, self.sample_index
 
     def sample(
         self, generated: Generated, tokenizer: Any | None, versions: TokenIds, *, aborted: bool = False

@@ -66,6 +66,7 @@ class Seating:
         for before, after in moves:
             seat = self.seats[after] = self.seats.pop(before)
             seat.slot = after
+            seat.running.stays.move(seat.sample_index, after)
 
     def stepped(self) -> None:
         """A decode step was started. Take a look if one is due or somebody is known to end with it."""
@@ -108,6 +109,7 @@ class Seating:
         self._rows.release(slots)
         for seat in seats:
             seat.is_over = True
+            seat.running.stays.end(seat.sample_index)
             del self.seats[seat.slot]
         self._on_free(slots)
 

@@ -22,6 +22,8 @@ Logprobs = npt.NDArray[np.float32]
 FinishReason = Literal["stop", "length", "aborted", "error"]
 Prompt = str | Sequence[int] | TokenIds | Sequence[Mapping[str, Any]]
 MAX_SEED = 2**63
+CANCELLED = "cancelled"
+"""The ``error`` of a group that was asked to stop, and of no other."""
 
 
 class SamplingParams(StrictModel):
@@ -168,6 +170,23 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Stay:
+    """A sample's time in one slot; one that is moved has a stay for each slot.
+
+    Times are seconds since the epoch by the clock of the actor's host.
+    """
+
+    sample_index: int
+    slot: int
+    start: float
+    """When it was given the slot. Its prompt is computed from here on, if no other sample's is shared."""
+    ready: float
+    """From here on it decodes."""
+    end: float
+    """When the host learned that it was over, or moved it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Timing:
     """Seconds a group spent in one engine: waiting, and from its prefill to its last token."""
 
@@ -177,6 +196,8 @@ class Timing:
     """Prompt tokens really computed for this group."""
     actor: str = ""
     """Which rollout actor served it; empty without a pool."""
+    stays: tuple[Stay, ...] = ()
+    """Which slots its samples sat in, and when, in the order in which they left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +213,12 @@ class RolloutGroup:
     sampling: SamplingParams | None = None
     """What the samples were drawn with; None when the request could not be read."""
     timing: Timing = field(default_factory=Timing)
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether it was asked to stop. Its samples are what there was of them: ``finish_reason`` "aborted"
+        where they were cut off, none where they had not begun. ``RolloutRequest(resume=...)`` goes on."""
+        return self.error == CANCELLED
 
     def replace(self, **changes: Any) -> RolloutGroup:
         """A copy with some fields changed."""
@@ -243,8 +270,9 @@ class EngineStats:
 class PoolStats:
     """Groups in and out of a pool since it started, and what its actors are doing.
 
-    submitted = returned + failed + cancelled + in_flight, always. A failed group is also
-    delivered to its caller, with its ``error``; it counts as failed, not as returned.
+    submitted = returned + failed + cancelled + in_flight, always (``is_balanced``). Each group is counted
+    once, when its caller gets it or leaves: as ``cancelled`` when it was cancelled (with or without samples),
+    as ``failed`` when it comes with another ``error``, otherwise as ``returned``.
     """
 
     submitted: int = 0
@@ -252,7 +280,13 @@ class PoolStats:
     failed: int = 0
     cancelled: int = 0
     in_flight: int = 0
+    """Not yet with their callers: queued, running, or finished and not taken."""
     replayed: int = 0
+    """Sent out again after the loss of an actor, counted each time."""
+    restarted: int = 0
+    """Drawn anew because their tokens were older than ``max_staleness``, counted each time."""
+    dropped: int = 0
+    """Results that came for groups that were settled already."""
     queued: int = 0
     """Of those in flight, the ones no actor has yet."""
     actors_lost: int = 0
@@ -260,3 +294,8 @@ class PoolStats:
     weight_version: int = 0
     """Of the weights that every actor has which takes work; 0 for those that were loaded."""
     actors: tuple[EngineStats, ...] = ()
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether every group is accounted for, once."""
+        return self.submitted == self.returned + self.failed + self.cancelled + self.in_flight
