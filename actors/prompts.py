@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from rollout_pool.errors import RequestError
+from rollout_pool.errors import RequestError, one_line
 from rollout_pool.types import ResolvedRequest, TokenIds
+
+QUOTED = 120
+"""Characters of what a tokenizer or a chat template says, which may hold a piece of the prompt."""
 
 
 class PromptEncoder:
@@ -29,9 +32,7 @@ class PromptEncoder:
             raise RequestError("the prompt is empty; it needs at least one token")
         bad = ids[(ids < 0) | (ids >= self.vocab_size)]
         if bad.size:
-            raise RequestError(
-                f"token id {int(bad[0])} in the prompt is outside the vocabulary (0 to {self.vocab_size - 1})"
-            )
+            raise RequestError(self._outside(int(bad[0]), is_own=_is_token_ids(request.prompt)))
         need = ids.size + sampling.max_new_tokens
         if need > self.max_length:
             raise RequestError(
@@ -54,6 +55,15 @@ class PromptEncoder:
             )
         return ids
 
+    def _outside(self, token_id: int, *, is_own: bool) -> str:
+        outside = f"is outside the vocabulary (0 to {self.vocab_size - 1})"
+        if is_own:
+            return f"token id {token_id} in the prompt {outside}"
+        return (
+            f"token id {token_id}, which the tokenizer makes of the prompt, {outside} of the model; "
+            "set tokenizer to the model's own"
+        )
+
     def _token_ids(self, prompt: Any) -> TokenIds:
         if isinstance(prompt, str):
             return self._text(prompt, self._need_tokenizer("a text prompt"))
@@ -69,8 +79,10 @@ class PromptEncoder:
             if all(isinstance(item, Mapping) for item in prompt):
                 return self._chat(prompt)
             return self._ids(prompt)
+        hint = "; pass its tolist()" if hasattr(prompt, "tolist") else ""
         raise RequestError(
-            f"a prompt must be a str, a list of token ids or a list of messages, got {type(prompt).__name__}"
+            "a prompt must be a str, a list of token ids or a list of messages, "
+            f"got {type(prompt).__name__}{hint}"
         )
 
     def _chat(self, messages: Any) -> TokenIds:
@@ -78,27 +90,40 @@ class PromptEncoder:
         for number, message in enumerate(messages):
             missing = [key for key in ("role", "content") if key not in message]
             if missing:
-                raise RequestError(f"message {number} of the prompt has no {missing[0]!r}")
+                raise RequestError(
+                    f"message {number} of the prompt has no {missing[0]!r}; each has a role and a content"
+                )
+            if not isinstance(message["role"], str):
+                raise RequestError(f"role of message {number} must be a str, got {_type(message['role'])}")
+            content, is_call = message["content"], len(message) > 2  # a call of a tool may come without
+            if not (isinstance(content, (str, list)) or (content is None and is_call)):
+                raise RequestError(
+                    f"content of message {number} must be a str or a list of parts, got {_type(content)}"
+                )
         if getattr(tokenizer, "chat_template", None) is None:
             raise RequestError("the tokenizer has no chat template; pass the prompt as text or token ids")
         try:
             text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except Exception as error:
-            reason = " ".join(str(error).split())
-            raise RequestError(f"the chat template rejected the messages: {reason}") from error
+            raise RequestError(
+                f"the chat template rejected the messages: {one_line(error, QUOTED)}; change them as it says"
+            ) from error
         return self._text(text, tokenizer, add_special_tokens=False)
 
     def _text(self, text: str, tokenizer: Any, **options: bool) -> TokenIds:
         try:
             ids = tokenizer(text, **options)["input_ids"]
         except Exception as error:  # a lone surrogate, say
-            reason = " ".join(str(error).split())
-            raise RequestError(f"the tokenizer rejected the text: {reason}") from error
+            raise RequestError(
+                f"the tokenizer rejected the text ({one_line(error, QUOTED)}); it must be valid Unicode"
+            ) from error
         return self._ids(ids)
 
     def _need_tokenizer(self, what: str) -> Any:
         if self.tokenizer is None:
-            raise RequestError(f"{what} needs a tokenizer, and none was loaded; pass token ids")
+            raise RequestError(
+                f"{what} needs a tokenizer, and none was loaded; set tokenizer, or pass token ids"
+            )
         return self.tokenizer
 
     @staticmethod
@@ -106,9 +131,21 @@ class PromptEncoder:
         for position, value in enumerate(values):
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
                 raise RequestError(
-                    f"item {position} of the prompt is {value!r}, expected an integer token id"
+                    f"item {position} of the prompt is a {_type(value)}, expected an integer token id"
                 )
         try:
             return np.asarray(values, dtype=np.int64)
         except OverflowError:
-            raise RequestError("a token id of the prompt does not fit 64 bits") from None
+            raise RequestError(
+                "a token id of the prompt does not fit 64 bits; expected one of the model"
+            ) from None
+
+
+def _is_token_ids(prompt: Any) -> bool:
+    """As opposed to what a tokenizer makes ids of."""
+    return not isinstance(prompt, str) and not any(isinstance(item, Mapping) for item in prompt)
+
+
+def _type(value: Any) -> str:
+    """Errors name the type of what is wrong, and do not quote a prompt."""
+    return type(value).__name__

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import rollout_pool
 from rollout_pool.commands import fetch_demo_model, run, validate_tp, verify
@@ -39,8 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+class _Parser(argparse.ArgumentParser):
+    """Tells a mistake in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message[:300]}; see {self.prog} --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="rollout-pool", description="LLM rollouts for RL post-training, on a pool of Ray actors."
     )
     parser.add_argument("--version", action="version", version=f"rollout-pool {rollout_pool.__version__}")

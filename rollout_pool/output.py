@@ -50,6 +50,10 @@ class OutputFile:
         self._lines = self.path
         if is_parquet(self.path):
             self._lines = self.path.with_name(self.path.name + ".part.jsonl")
+        for there in (self.path, self._lines):
+            if there.exists() and not there.is_file():
+                kind = "a directory" if there.is_dir() else "not an ordinary file"
+                raise OutputFileError(f"{there} is {kind}; name another --output")
         if not resume:
             for taken in (self.path, self._lines):
                 if taken.exists() and taken.stat().st_size:
@@ -77,7 +81,10 @@ class OutputFile:
         except OSError as error:
             self._file.truncate(end)
             self._file.seek(end)
-            raise OutputFileError(f"cannot write {self._lines}: {error.strerror}") from None
+            raise OutputFileError(
+                f"cannot write {self._lines}: {error.strerror}; it ends with the group before: make room "
+                "and --resume"
+            ) from None
         self.done.add(line.index)
         if group.error is not None:
             self.failed.add(line.index)
@@ -141,7 +148,10 @@ class OutputFile:
                 "prompts (more at the end are fine), or name another --output"
             )
         if index in self.done:
-            raise OutputFileError(f"{where} answers prompt {index}, as an earlier one does")
+            raise OutputFileError(
+                f"{where} answers prompt {index}, as an earlier one does; remove one of them, or name "
+                "another --output"
+            )
 
     def _restore_lines(self) -> None:
         """A finished Parquet file becomes lines again, so that others can follow them."""
@@ -164,7 +174,9 @@ class OutputFile:
             os.replace(scratch, self._lines)
         except OSError as error:
             scratch.unlink(missing_ok=True)
-            raise OutputFileError(f"cannot write {self._lines}: {error.strerror}") from None
+            raise OutputFileError(
+                f"cannot write {self._lines}: {error.strerror}; it is as it was: make room and --resume"
+            ) from None
 
 
 def _encode(record: Record) -> bytes:
@@ -186,10 +198,14 @@ def _open_locked(path: Path) -> io.FileIO:
     try:
         file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+")
     except OSError as error:
-        raise OutputFileError(f"cannot write {path}: {error.strerror}") from None
+        raise OutputFileError(
+            f"cannot write {path}: {error.strerror}; name an --output that can be written"
+        ) from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise OutputFileError(f"another run is writing {path}") from None
+        raise OutputFileError(
+            f"another run is writing {path}; wait for it, or name another --output"
+        ) from None
     return file

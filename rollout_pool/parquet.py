@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rollout_pool.errors import InputFileError, OutputFileError
+from rollout_pool.errors import InputFileError, OutputFileError, one_line
 from rollout_pool.records import Record
 
 ROWS_PER_WRITE = 256
@@ -69,7 +69,10 @@ def write_parquet(lines: Path, target: Path) -> None:
         os.replace(scratch, target)
     except OSError as error:
         scratch.unlink(missing_ok=True)
-        raise OutputFileError(f"cannot write {target}: {error.strerror or error}") from None
+        raise OutputFileError(
+            f"cannot write {target}: {error.strerror or one_line(error, 120)}; its groups are in "
+            f"{lines.name}: make room and --resume"
+        ) from None
 
 
 def read_parquet(path: Path) -> Iterator[Record]:
@@ -77,11 +80,15 @@ def read_parquet(path: Path) -> Iterator[Record]:
     try:
         with pq.ParquetFile(path) as file:
             if file.schema_arrow.names != SCHEMA.names:
-                raise InputFileError(f"{path}: its columns are not those that rollout-pool run writes")
+                raise InputFileError(
+                    f"{path}: its columns are not those that rollout-pool run writes; name what it wrote"
+                )
             for batch in file.iter_batches(ROWS_PER_WRITE):
                 yield from map(_record, batch.to_pylist())
     except (OSError, pa.ArrowException) as error:
-        raise InputFileError(f"cannot read {path}: {' '.join(str(error).split())}") from None
+        raise InputFileError(
+            f"cannot read {path}: {one_line(error, 120)}; name what rollout-pool run wrote"
+        ) from None
 
 
 def _offsets(file: Any) -> list[int]:

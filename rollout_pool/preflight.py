@@ -14,6 +14,7 @@ from pathlib import Path
 from rollout_pool.actors.checkpoint_files import refuse_unreadable
 from rollout_pool.config import PoolConfig
 from rollout_pool.errors import CapacityError, ConfigError
+from rollout_pool.types import Prompt
 
 GRANULARITY = 10_000
 """Ray counts resources in steps of 1/10000."""
@@ -59,12 +60,48 @@ def check_paths(config: PoolConfig) -> PoolConfig:
             raise ConfigError(f"model: {value!r} has no config.json, so it is not a Hugging Face model")
         if key == "model":
             refuse_unreadable(path)
-        if key == "tokenizer" and not any(
-            any(path.glob(name)) for name in ("tokenizer*", "vocab*", "*.model")
-        ):
+        if key == "tokenizer" and not _has_tokenizer(path):
             raise ConfigError(f"tokenizer: {value!r} has no tokenizer files (tokenizer.json, say)")
         paths[key] = str(path.resolve())
     return config.model_copy(update=paths)
+
+
+def check_tokenizer(config: PoolConfig, prompts: Iterable[Prompt]) -> None:
+    """Raise :class:`ConfigError` when a prompt needs a tokenizer or a chat template and there is none.
+
+    Looks at the files of a local folder; elsewhere, and where the checkpoint's own code may make them,
+    the loading finds out.
+    """
+    name = config.tokenizer or config.model
+    path = Path(name)
+    if config.trust_remote_code or not path.is_dir():
+        return
+    has_tokenizer, has_template = _has_tokenizer(path), _has_chat_template(path)
+    for index, prompt in enumerate(prompts):
+        is_text = isinstance(prompt, str)
+        is_chat = not is_text and any(isinstance(item, Mapping) for item in prompt)
+        if (is_text or is_chat) and not has_tokenizer:
+            raise ConfigError(
+                f"tokenizer: prompt {index} is {'text' if is_text else 'a chat'}, and {name!r} has no "
+                "tokenizer files; set tokenizer to a folder that has, or give token ids"
+            )
+        if is_chat and not has_template:
+            raise ConfigError(
+                f"tokenizer: prompt {index} is a chat, and {name!r} has no chat template "
+                "(chat_template.jinja, say); add it, set tokenizer to a folder that has one, or give text"
+            )
+
+
+def _has_tokenizer(path: Path) -> bool:
+    return any(any(path.glob(name)) for name in ("tokenizer*", "vocab*", "*.model", "tekken.json"))
+
+
+def _has_chat_template(path: Path) -> bool:
+    named = ("chat_template.*", "additional_chat_templates", "tekken.json")
+    if any(any(path.glob(name)) for name in named):
+        return True
+    settings = path / "tokenizer_config.json"
+    return settings.is_file() and b'"chat_template"' in settings.read_bytes()
 
 
 def _is_local(name: str) -> bool:

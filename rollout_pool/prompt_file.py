@@ -50,7 +50,7 @@ def read_prompts(path: str, config: RunConfig, form: PromptFormat = "auto") -> l
     name = "standard input" if path == "-" else path
     lines = [(number, line) for number, line in _lines(path, name) if line.strip()]
     if not lines:
-        raise InputFileError(f"{name} holds no prompts")
+        raise InputFileError(f"{name} holds no prompts; write one per line")
     if form == "auto":
         is_jsonl = path.endswith(".jsonl") or lines[0][1].lstrip()[0] in '{["'
         form = "jsonl" if is_jsonl else "text"
@@ -62,7 +62,8 @@ def read_prompts(path: str, config: RunConfig, form: PromptFormat = "auto") -> l
             prompt = _prompt_line(value, index, config)
             key = (str(prompt.request.request_id), prompt.request.sample_offset)
             if key in taken:
-                raise _Fault(f"request_id {key[0]!r} is that of line {taken[key]} already")
+                name_there = f"request_id {_cut(repr(key[0]))}"
+                raise _Fault(f"{name_there} is that of line {taken[key]} already; each may occur once")
         except _Fault as fault:
             raise InputFileError(f"{name}, line {number}: {fault}") from None
         taken[key] = number
@@ -74,13 +75,15 @@ def _lines(path: str, name: str) -> Iterator[tuple[int, str]]:
     try:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except OSError as error:
-        raise InputFileError(f"cannot read {name}: {error.strerror}") from None
+        raise InputFileError(
+            f"cannot read {name}: {error.strerror}; name a file with one prompt per line"
+        ) from None
     # Not splitlines(): that also splits at characters which may stand inside a prompt (U+2028).
     for number, raw in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
         try:
             yield number, raw.removesuffix(b"\r").decode()
         except UnicodeDecodeError:
-            raise InputFileError(f"{name}, line {number}: not UTF-8 text") from None
+            raise InputFileError(f"{name}, line {number}: not UTF-8 text; save the file as UTF-8") from None
 
 
 def _json(line: str) -> Any:
@@ -91,11 +94,13 @@ def _json(line: str) -> Any:
         value = json.loads(line, parse_constant=refuse)
         json.dumps(value, ensure_ascii=False).encode()
     except json.JSONDecodeError as error:
-        raise _Fault(f"not valid JSON: {error.msg} (column {error.colno})") from None
+        raise _Fault(
+            f"not valid JSON: {error.msg} (column {error.colno}); each line holds one JSON value"
+        ) from None
     except UnicodeEncodeError:
-        raise _Fault("holds half of a surrogate pair, which is no character") from None
+        raise _Fault("holds half of a surrogate pair, which is no character; write both halves") from None
     except RecursionError:
-        raise _Fault("not valid JSON: nested too deeply") from None
+        raise _Fault("not valid JSON: nested too deeply; each line holds one prompt") from None
     return value
 
 
@@ -105,7 +110,7 @@ def _prompt_line(value: Any, index: int, config: RunConfig) -> PromptLine:
         if key not in _KEYS:
             close = difflib.get_close_matches(key, _KEYS, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(_KEYS)}"
-            raise _Fault(f"{key}: unknown key; {hint}")
+            raise _Fault(f"{_cut(key)}: unknown key; {hint}")
     sampling = _sampling(fields.get("sampling"), config.sampling)
     seed = _integer(fields, "seed")
     request_id = fields.get("request_id")
@@ -168,5 +173,8 @@ def _kind(value: Any) -> str:
         return f"a list of {' and '.join(inner)}" if inner else "an empty list"
     if isinstance(value, dict):
         return "an object"
-    text = json.dumps(value)
+    return "a string" if isinstance(value, str) else _cut(json.dumps(value))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= 40 else text[:37] + "..."

@@ -91,7 +91,8 @@ def _fault(request: RolloutRequest) -> str | None:
         if value is None and name == "seed":
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value < MAX_SEED:
-            return f"{name} must be an integer from 0 to 2**63 - 1, got {value!r}"
+            got = value if isinstance(value, (bool, int, float)) else type(value).__name__
+            return f"{name} must be an integer from 0 to 2**63 - 1, got {str(got)[:40]}"
     if request.request_id is not None and not isinstance(request.request_id, (str, int)):
         return f"request_id must be a str or an int, got {type(request.request_id).__name__}"
     return None

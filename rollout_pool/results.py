@@ -18,7 +18,7 @@ def read_groups(path: str | Path) -> Iterator[RolloutGroup]:
     """
     path = Path(path)
     if not path.is_file():
-        raise InputFileError(f"there is no file {path}")
+        raise InputFileError(f"there is no file {path}; name what rollout-pool run wrote")
     if path.suffix == ".parquet":
         for _, group in parquet_groups(path):
             yield group
@@ -29,7 +29,9 @@ def read_groups(path: str | Path) -> Iterator[RolloutGroup]:
             try:
                 record = json.loads(raw)
             except ValueError:
-                torn = "" if raw.endswith(b"\n") else "; it is cut off, so resume that run"
+                torn = "; name what rollout-pool run wrote"
+                if not raw.endswith(b"\n"):
+                    torn = "; it is cut off, so resume that run"
                 raise InputFileError(f"{where}: not valid JSON{torn}") from None
             yield _group(record, where)
 
@@ -66,4 +68,6 @@ def _group(record: Record, where: str) -> RolloutGroup:
         return from_record(record)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise InputFileError(f"{where}: not a group that rollout-pool run wrote ({reason})") from None
+        raise InputFileError(
+            f"{where}: not a group that rollout-pool run wrote ({reason[:100]}); name what it wrote"
+        ) from None

@@ -141,6 +141,7 @@ class ResolvedRequest:
     def label(self) -> str:
         """How messages name it: by the caller's own id, otherwise by its place in the call."""
         kind, _, name = self.identity.partition(":")
+        name = name if len(name) <= 60 else f"{name[:57]}..."
         return f"request {name!r}" if kind == "name" else f"prompt {self.index}"
 
 

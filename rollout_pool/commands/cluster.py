@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rollout_pool.errors import ActorStartError, RolloutPoolError
+from rollout_pool.errors import ActorStartError, ConfigError, RolloutPoolError, one_line
 
 
 @contextmanager
@@ -34,7 +34,13 @@ def ray_cluster(address: str | None, *, verbose: bool = False) -> Iterator[None]
             logging_level=logging.INFO if verbose else logging.ERROR,
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ActorStartError(f"cannot reach Ray at {where}: {' '.join(str(error).split())[:300]}") from None
+        reason = one_line(error, 150)
+        if where == "local":
+            raise ActorStartError(f"cannot start Ray on this machine: {reason}") from None
+        raise ConfigError(
+            f"ray_address: cannot reach Ray at {where} ({reason}); start it there, or leave --ray-address "
+            "and RAY_ADDRESS out to start it here"
+        ) from None
     try:
         yield
     finally:

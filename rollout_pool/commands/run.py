@@ -4,7 +4,8 @@ Prompts are JSONL or plain text with one prompt per line, from a file or standar
 line is a string, a list of token ids, a list of chat messages, or an object with prompt, messages or
 prompt_token_ids and, if wanted, request_id, seed, sampling, sample_offset and metadata.
 The output is JSONL or Parquet by its ending. A stopped run leaves whole lines only; --resume keeps
-them, runs what is missing and tries failed groups again. Exit status: 0 every group has its samples,
+them, runs what is missing and tries failed groups again. What happened when is written next to it, in
+NAME.trace.jsonl, for rollout-pool report. Exit status: 0 every group has its samples,
 1 some groups failed, 2 a mistake in what was given, 130 interrupted.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from rollout_pool.output import OutputFile
     from rollout_pool.prompt_file import PromptLine
     from rollout_pool.run_config import RunConfig
+    from rollout_pool.trace import TraceFile
 
 POLL_S = 0.5
 STATS_INTERVAL_S = 1.0
@@ -50,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", required=True, metavar="FILE", help="prompts, or - for standard input")
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help=".jsonl or .parquet")
     parser.add_argument("--resume", action="store_true", help="continue an output that exists")
+    parser.add_argument("--no-trace", action="store_true", help="write no NAME.trace.jsonl")
     parser.add_argument(
         "--prompt-format",
         choices=("auto", "jsonl", "text"),
@@ -73,18 +77,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from rollout_pool.commands.progress import Progress
     from rollout_pool.output import OutputFile
+    from rollout_pool.preflight import check_tokenizer
     from rollout_pool.prompt_file import read_prompts
+    from rollout_pool.trace import TraceFile, trace_path
 
     config = _config(args)
     prompts = read_prompts(args.prompts, config, args.prompt_format)
+    check_tokenizer(config, (line.request.prompt for line in prompts))
     with OutputFile(args.output, prompts, config.results_hash(), resume=args.resume) as output:
         kept = len(output.done)
         if kept:
             print(f"{args.output} holds {kept} of {len(prompts)} groups already", file=sys.stderr)
         if kept < len(prompts):
             try:
-                with Progress(len(prompts), kept) as progress:
-                    _roll_out(args, config, prompts, output, progress)
+                path = os.devnull if args.no_trace else trace_path(args.output)
+                with (
+                    TraceFile(path, resume=args.resume) as trace,
+                    Progress(len(prompts), kept) as progress,
+                ):
+                    trace.begin(config, len(prompts), kept)
+                    _roll_out(args, config, prompts, output, progress, trace)
             except (KeyboardInterrupt, RolloutPoolError):
                 if output.done:
                     print(
@@ -108,11 +120,13 @@ def _config(args: argparse.Namespace) -> RunConfig:
     for item in args.set:
         key, equals, value = item.partition("=")
         if not equals:
-            raise ConfigError(f"--set {item}: expected KEY=VALUE")
+            raise ConfigError(f"--set {item[:60]}: expected KEY=VALUE")
         try:
             overrides[key] = yaml.safe_load(value)
         except yaml.YAMLError:
-            raise ConfigError(f"--set {item}: the value is not valid YAML") from None
+            raise ConfigError(
+                f"--set {item[:60]}: the value is not valid YAML; quote it as in a file"
+            ) from None
     if args.config is None and "model" not in overrides:
         raise ConfigError("nothing says which model to run: give --config FILE or --model DIR")
     config = RunConfig.load(args.config, overrides)
@@ -126,6 +140,7 @@ def _roll_out(
     prompts: Sequence[PromptLine],
     output: OutputFile,
     progress: Progress,
+    trace: TraceFile,
 ) -> None:
     from rollout_pool.commands.cluster import get, ray_cluster
     from rollout_pool.commands.summary import Summary
@@ -138,21 +153,31 @@ def _roll_out(
         pool = RolloutPool.remote(config.pool)
         try:
             actors = get(pool.ready.remote())
+            trace.add_actors(actors)
             devices = ", ".join(sorted({f"{actor.device} x {actor.threads} threads" for actor in actors}))
             progress.say(f"rolling out {len(todo)} prompts on {len(actors)} actor(s): {devices}")
             summary = Summary()
-            _stream(pool, todo, output, progress, summary)
+            _stream(pool, todo, output, progress, trace, summary)
             stats = get(pool.stats.remote())
+            trace.add_stats(stats)
+            trace.end()
             summary.finish(stats)
             progress.update(stats)
             for line in summary.lines():
                 progress.say(line)
+            if trace.fault is not None:
+                progress.say(trace.fault)
         finally:
             _shut_down(pool)
 
 
 def _stream(
-    pool: Any, todo: Sequence[PromptLine], output: OutputFile, progress: Progress, summary: Summary
+    pool: Any,
+    todo: Sequence[PromptLine],
+    output: OutputFile,
+    progress: Progress,
+    trace: TraceFile,
+    summary: Summary,
 ) -> None:
     """Write each group when it finishes, and ask the pool for its counters meanwhile."""
     import ray
@@ -170,12 +195,15 @@ def _stream(
                 return
             line = todo[group.index]
             output.append(line, group)
+            trace.add_group(group.replace(index=line.index))
             summary.add(line, group)
             progress.add_group()
         if stats is None and time.monotonic() - asked_at >= STATS_INTERVAL_S:
             stats, asked_at = pool.stats.remote(), time.monotonic()
         elif stats is not None and ray.wait([stats], timeout=0)[0]:
-            progress.update(get(stats))
+            counters = get(stats)
+            progress.update(counters)
+            trace.add_stats(counters)
             stats = None
 
 

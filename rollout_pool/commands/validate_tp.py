@@ -146,7 +146,9 @@ def _require_positive(args: argparse.Namespace, timeout_s: float) -> None:
 def _require_folder(path: Path | None) -> None:
     """Found before the work, not after it."""
     if path is not None and not path.absolute().parent.is_dir():
-        raise OutputFileError(f"cannot write {path}: there is no such folder")
+        raise OutputFileError(
+            f"cannot write {path}: there is no such folder; make it, or name another --json"
+        )
 
 
 def _write(path: Path, report: Report) -> None:

@@ -39,7 +39,10 @@ def test_wrong_arguments_end_with_status_2(capsys: pytest.CaptureFixture[str], a
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
-    assert "usage: rollout-pool" in capsys.readouterr().err
+    errors = capsys.readouterr().err
+    assert errors.startswith("rollout-pool")
+    assert errors.endswith("--help\n")
+    assert errors.count("\n") == 1
 
 
 def test_the_module_is_the_command() -> None:
@@ -57,6 +60,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "bad.jsonl").write_text('"ok"\n{"prompt":\n')
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
     save_file({}, tmp_path / "model" / "model.safetensors")
     (tmp_path / "c.yaml").write_text("model: model\n")
     (tmp_path / "typo.yaml").write_text("model: model\nengine: {num_slot: 2}\n")

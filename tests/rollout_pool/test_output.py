@@ -306,7 +306,7 @@ os.kill(os.getpid(), signal.SIGKILL)
             b"{}\n",
             r"o.jsonl, line 1: not a group that rollout-pool run wrote \('sampling' is missing\)",
         ),
-        ("o.jsonl", b"hello\n", "o.jsonl, line 1: not valid JSON$"),
+        ("o.jsonl", b"hello\n", "o.jsonl, line 1: not valid JSON; name what"),
         ("o.jsonl", b'{"index": 0, "samp', "line 1: not valid JSON; it is cut off, so resume that run"),
         ("o.parquet", b"PAR1 not really", "cannot read .*o.parquet"),
         (None, b"", "there is no file"),

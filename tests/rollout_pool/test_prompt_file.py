@@ -106,7 +106,7 @@ def test_prompts_come_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> No
         ('[{"content": "no role"}]', "got a list of dict"),
         ("{}", "line 1: expected one of prompt, messages and prompt_token_ids, found none"),
         ('{"prompt": "x", "messages": []}', "found prompt and messages"),
-        ('{"messages": "x"}', 'messages: expected a list of objects with a role each, got "x"'),
+        ('{"messages": "x"}', 'messages: expected a list of objects with a role each, got a string'),
         ('{"messages": []}', "messages: expected a list of objects with a role each, got an empty list"),
         ('{"prompt_token_ids": "x"}', "prompt_token_ids: expected a list of integers"),
         ('{"prompt": "x", "metdata": 1}', "metdata: unknown key; did you mean 'metadata'?"),
