@@ -146,11 +146,11 @@ class Worker:
 
     def sleep(self, weights: bool = False) -> None:
         """Give the memory of the slots, of recorded steps and of ``weights`` back. No row may be live."""
+        if weights and self._stored is None:
+            self._stored = StoredWeights(self.runner.model)  # first: it fails when the disk is full
         if self.graphs is not None:
             self.graphs.invalidate()
         self.cache.release()
-        if weights and self._stored is None:
-            self._stored = StoredWeights(self.runner.model)
 
     def wake(self) -> None:
         """Take the memory again."""
