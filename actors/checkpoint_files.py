@@ -78,6 +78,10 @@ def _weight_files(folder: Path) -> list[Path]:
 def _require_whole(file: Path) -> None:
     """Reads the header, and compares what it promises with the size of the file."""
     try:
+        file.open("rb").close()  # what keeps it closed is told in other words than what is wrong inside
+    except OSError as error:
+        raise _Fault(f"cannot read {file.name}: {error.strerror}; check its permissions") from None
+    try:
         with safe_open(file, framework="numpy"):
             pass
     except (SafetensorError, OSError) as error:

@@ -50,7 +50,7 @@ class MemoryPlan:
         length = usable // ((self.num_slots + 1) * max(1, self.bytes_per_token))
         ways = [f"engine.num_slots to at most {slots}"] if slots else []
         ways += [f"engine.max_length to at most {length}"] if length >= 2 else []
-        remedy = "lower " + " or ".join(ways) if ways else "use a machine with more memory"
+        remedy = "lower " + " or ".join(ways) if ways else "lower both, or use a machine with more memory"
         raise CapacityError(
             f"engine.num_slots {self.num_slots} x engine.max_length {self.max_length} needs "
             f"{_gib(self.kv_bytes)} of KV memory on {self.device}, {_gib(usable)} of "

@@ -6,6 +6,7 @@ Pure functions on plain data, called in the driver, so that a mistake costs no s
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -52,6 +53,9 @@ def check_paths(config: PoolConfig) -> PoolConfig:
         if value is None or not _is_local(value):
             continue
         path = Path(value)
+        may_read = os.access(path, os.R_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
+        if not may_read and path.is_dir():
+            raise ConfigError(f"{key}: {value!r} is a directory that may not be read; change its permissions")
         if not path.exists():
             raise ConfigError(f"{key}: there is no directory {value!r}; give one in Hugging Face format")
         if not path.is_dir():
