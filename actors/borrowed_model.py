@@ -16,7 +16,7 @@ WRAPPERS = ("DistributedDataParallel", "DeepSpeedEngine")
 
 
 class BorrowedModel:
-    """A trainer's model, and its DeepSpeed engine if that was given."""
+    """A trainer's model, and the DeepSpeed engine around it if there is one."""
 
     def __init__(self, model: PreTrainedModel, trainer: Any | None) -> None:
         self.model = model
@@ -27,8 +27,8 @@ class BorrowedModel:
     def mark(self) -> Hashable:
         """Another value than before when weights were written since, as far as that shows.
 
-        It shows in DeepSpeed's count of steps, and in torch's count of writes to each tensor. Writes to
-        ``parameter.data`` are not counted, nor are those to partitioned parameters.
+        It shows in DeepSpeed's count of steps, and in torch's count of writes to each tensor, which leaves
+        out those to ``parameter.data``.
         """
         steps = getattr(self._trainer, "global_steps", None)
         if self._is_partitioned:
@@ -71,4 +71,13 @@ def borrow(given: Any) -> BorrowedModel:
                 f"an engine serves a folder, a name or a PreTrainedModel, bare or in a DeepSpeed engine, DDP "
                 f"or torch.compile; got {type(inner).__name__}"
             )
-    return BorrowedModel(inner, trainer)
+    return BorrowedModel(inner, trainer or _trainer_of(inner))
+
+
+def _trainer_of(model: torch.nn.Module) -> Any | None:
+    """The DeepSpeed engine around a bare module: its hooks on the module refer to it."""
+    for hook in model._forward_pre_hooks.values():
+        for cell in getattr(hook, "__closure__", None) or ():
+            if type(cell.cell_contents).__name__ == "DeepSpeedEngine":
+                return cell.cell_contents
+    return None

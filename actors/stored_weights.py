@@ -6,6 +6,8 @@ without a name, which the system deletes when the process ends, however it ends.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import tempfile
 from typing import IO, Any
 
@@ -41,6 +43,8 @@ class StoredWeights:
             raise
         for group in self._groups:
             group.free()
+        if self._file is not None:
+            trim_heap()
 
     def restore(self) -> None:
         """Take the memory again, and put the same bits into it."""
@@ -53,6 +57,12 @@ class StoredWeights:
     def _close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def trim_heap() -> None:
+    """Give freed memory back to the system; the C library keeps pieces of up to 32 MiB for later."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library than GNU's
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class _Group:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import resource
+import signal
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from transformers import LlamaConfig
 
 from rollout_pool import Engine, EngineConfig, RequestError, RolloutRequest, SamplingParams
 from rollout_pool.actors import assembly
+from rollout_pool.actors.checksums import checksum
 from rollout_pool.actors.tape import TapeRecorder, one_operation
 from rollout_pool.kernels import ops
 
@@ -79,3 +84,70 @@ def test_an_engine_with_work_does_not_fall_asleep_and_a_sleeping_one_keeps_what_
     while engine.has_work():
         engine.step()
     assert [group.error for group in groups] == [None, None]
+
+
+def placed(model: Any) -> list[Any]:
+    """How the parameters lie in memory, and which are one."""
+    return [(name, p.stride(), p.shape, p.dtype) for name, p in model.named_parameters()]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_sleep_too_and_come_back_bit_for_bit(
+    dtype: Any, build: Any, small_config: Any, prompts_of: Any, tmp_path: Path
+) -> None:
+    # Wide enough that each weight is mapped one by one: 12 of 3 MiB and a tied embedding of 1.3 MiB, in fp32.
+    config = LlamaConfig(**small_config(hidden_size=512, intermediate_size=1536, tie_word_embeddings=True))
+    build(config).save_pretrained(tmp_path)
+    engine = Engine(str(tmp_path), EngineConfig(num_slots=4, max_length=32), dtype=dtype)
+    model = engine.model
+    prompts = prompts_of([5, 9])
+    expected, before = tokens(engine.generate(prompts, SAMPLING)), placed(model)
+    assert any(not p.is_contiguous() for p in model.parameters())  # transposed when loaded
+    sums = [checksum(p) for p in model.parameters()]
+    size = sum(p.nbytes for p in model.parameters()) / 2**20
+    awake, asleep = [], []
+    for cycle in range(12):
+        engine.sleep(weights=cycle % 2 == 0)
+        engine.sleep(weights=True)
+        assert all(p.untyped_storage().nbytes() <= 8 for p in model.parameters())
+        assert all(bool(p.isnan().all()) for p in model.parameters())
+        asleep.append(resident_mib())
+        with pytest.raises(RequestError, match="the weights are asleep: call wake"):
+            engine.update_weights(1)
+        engine.wake()
+        assert [checksum(p) for p in model.parameters()] == sums
+        awake.append(resident_mib())
+    assert tokens(engine.generate(prompts, SAMPLING)) == expected
+    assert placed(model) == before
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert not any(p.is_inference() for p in model.parameters())
+    awake, asleep = awake[2:], asleep[2:]
+    assert min(awake) - max(asleep) > 0.7 * size
+    assert max(asleep) - min(asleep) < 8
+    assert max(awake) - min(awake) < 8
+
+
+def test_a_full_disk_leaves_the_engine_awake_with_its_weights(
+    build: Any, small_config: Any, prompts_of: Any, tmp_path: Path
+) -> None:
+    build(LlamaConfig(**small_config())).save_pretrained(tmp_path)
+    engine = Engine(str(tmp_path), EngineConfig(num_slots=4, max_length=32))
+    expected = tokens(engine.generate(prompts_of([5]), SAMPLING))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            engine.sleep(weights=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert tokens(engine.generate(prompts_of([5]), SAMPLING)) == expected
+
+
+def test_the_weights_of_a_borrowed_model_stay(llama: Any) -> None:
+    engine = Engine(llama, EngineConfig(num_slots=4, max_length=32))
+    with pytest.raises(RequestError, match="the weights are a trainer's"):
+        engine.sleep(weights=True)
+    with pytest.raises(RequestError, match="version 0 is not above the present one, 0"):
+        engine.weights_changed(0)
