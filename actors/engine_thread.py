@@ -71,6 +71,8 @@ class EngineThread:
         done: Future[None] = Future()
 
         def command(engine: Engine) -> None:
+            if not done.set_running_or_notify_cancel():
+                return  # its caller is gone
             try:
                 function(engine)
             except BaseException as error:
@@ -93,8 +95,8 @@ class EngineThread:
             with self._activity.of("load"):
                 self._engine = engine = self._load()
         except BaseException as error:
-            logger.warning("%s could not load its engine", self._name, exc_info=True)
             self.loaded.set_exception(error)
+            logger.warning("%s could not load its engine", self._name, exc_info=True)
             return
         try:
             self.stats = engine.stats()
@@ -105,8 +107,7 @@ class EngineThread:
             with self._activity.of("close"):
                 engine.close()
         except BaseException:
-            logger.critical("the engine of %s failed; its process exits", self._name, exc_info=True)
-            end_process()
+            end_process(f"the engine of {self._name} failed; its process exits")
 
     def _take_commands(self, engine: Engine) -> bool:
         """Carry out all that has arrived; without work, wait for some. False: the thread is to end."""
@@ -130,9 +131,18 @@ class EngineThread:
             on_finish(group)
 
 
-def end_process() -> NoReturn:
-    """End this process from any of its threads, with what was logged written out."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+def end_process(message: str) -> NoReturn:
+    """End this process from any of its threads, with ``message`` and the present exception in its log.
+
+    It ends also when the log can't be written, or hangs.
+    """
+    try:
+        at_the_latest = threading.Timer(LAST_WORDS_S, os._exit, [1])
+        at_the_latest.daemon = True
+        at_the_latest.start()
+        logger.critical(message, exc_info=True)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(1)

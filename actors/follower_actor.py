@@ -6,7 +6,6 @@ Nothing here imports Ray: :mod:`rollout_pool.actors.tensor_parallel` makes a Ray
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from concurrent.futures import Future
@@ -20,8 +19,6 @@ from rollout_pool.errors import RolloutPoolError
 
 if TYPE_CHECKING:
     from rollout_pool.actors.worker import Worker
-
-logger = logging.getLogger(__name__)
 
 
 class FollowerActor(WeightReceiver):
@@ -63,14 +60,13 @@ class FollowerActor(WeightReceiver):
         try:
             self._follow()
         except BaseException as error:
-            logger.critical("%s failed; its process exits", self._name, exc_info=True)
             if self._loaded.done():
                 self._fault = RolloutPoolError(f"{self._name} failed: {' '.join(str(error).split())}")
             else:
                 self._fault = start_error(self._name, self._config.model, error)
                 self._loaded.set_exception(self._fault)
             time.sleep(LAST_WORDS_S)
-            end_process()
+            end_process(f"{self._name} failed; its process exits")
 
     def _follow(self) -> None:
         prepare_thread(self._threads)  # imports torch while rank 0 does so, too

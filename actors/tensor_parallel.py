@@ -8,25 +8,18 @@ follow it. No rank is of use without the others, so whatever ends one of them en
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
-from ray.util.placement_group import (
-    PlacementGroup,
-    get_placement_group,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollout_pool.actors.follower_actor import FollowerActor
+from rollout_pool.actors.node_process import NodeProcess
+from rollout_pool.actors.placement import Bundle, Placement
 from rollout_pool.actors.progress import Progress
 from rollout_pool.actors.rollout_actor import ActorInfo, RolloutActor
 from rollout_pool.config import PoolConfig
@@ -34,33 +27,11 @@ from rollout_pool.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-POLL_INTERVAL_S = 0.2
-"""Between two looks at a placement group that is waited for."""
 AFTERMATH_S = 2.0
 """What a rank that lost another says comes sooner than that the other died; how long that is waited for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bundle:
-    """One rank's share of a placement group: its number there, and where Ray put it."""
-
-    index: int
-    node: str
-    device: str = ""
-    """Of a GPU, as ``CUDA_VISIBLE_DEVICES`` counts: a number or a UUID."""
-
-
-def rank_order(bundles: Iterable[Bundle]) -> list[Bundle]:
-    """Bundles in the order of ranks: node by node, and on a node by device.
-
-    Ray keeps the order of bundles on no strategy. Ranks that are neighbours should be so in the
-    machine, and local ranks should count devices upwards.
-    """
-    return sorted(bundles, key=lambda bundle: (bundle.node, *_natural(bundle.device), bundle.index))
-
-
-def _natural(device: str) -> tuple[int, str]:
-    return (int(device), "") if device.isdecimal() else (0, device)
+MORE_CALLS = 10_000
+"""That one rank answers at once, besides those that bring groups: each bucket of new weights is one, and a
+question whether the rank still gets on must not wait behind them."""
 
 
 class RankActors:
@@ -79,8 +50,9 @@ class RankActors:
         self._threads = threads
         self._device = device
         self._size = config.tensor_parallel_size
-        self._placement: PlacementGroup | None = None
+        self._placement = Placement(name, self._size, amounts, config.tensor_parallel_placement)
         self._handles: list[Any] = []
+        self._processes: list[NodeProcess] = []
 
     @property
     def leader(self) -> Any:
@@ -104,6 +76,7 @@ class RankActors:
         for rank, strategy in enumerate(strategies):
             self._handles.append(self._create(rank, strategy))
         places = await asyncio.gather(*(handle.place.remote() for handle in self._handles))
+        self._processes = await asyncio.gather(*(h.__ray_call__.remote(_process) for h in self._handles))
         self.stage = "loading"
         info = await self._load()
         return dataclasses.replace(info, ranks=tuple(places))
@@ -119,11 +92,12 @@ class RankActors:
         return progress
 
     def kill(self) -> None:
-        """End all processes at once and give their resources back."""
+        """End all processes at once, whatever state they are in, and give their resources back."""
         for handle in self._handles:
             ray.kill(handle)
-        if self._placement is not None:
-            remove_placement_group(self._placement)
+        self._placement.remove()
+        for process in self._processes:
+            process.end()
 
     def needs(self) -> str:
         """What all ranks ask of the cluster, and what of it is there and free."""
@@ -136,45 +110,18 @@ class RankActors:
 
     async def reserve(self) -> list[Bundle]:
         """Wait for a bundle per rank; returns them in the order of ranks."""
-        strategy = self._config.tensor_parallel_placement.upper()
-        context = ray.get_runtime_context()
-        pool = context.get_actor_name() if context.worker.mode == ray.WORKER_MODE else ""  # a driver has none
-        name = f"{_of_pool(pool)}{self._name}" if pool else ""
-        self._placement = placement_group([self._amounts] * self._size, strategy=strategy, name=name)
-        while (table := placement_group_table(self._placement))["state"] != "CREATED":
-            release_abandoned()
-            await asyncio.sleep(POLL_INTERVAL_S)
-        bundles = [Bundle(index, node) for index, node in table["bundles_to_node_id"].items()]
-        if self._device != "cpu":
-            devices = await asyncio.gather(*(self._device_of(bundle.index) for bundle in bundles))
-            bundles = [dataclasses.replace(b, device=d) for b, d in zip(bundles, devices, strict=True)]
-        if len(nodes := {bundle.node for bundle in bundles}) > 1:
-            logger.warning(
-                "the %d ranks of %s span %d nodes: each layer waits for the network between them",
-                self._size,
-                self._name,
-                len(nodes),
-            )
-        return rank_order(bundles)
+        return await self._placement.reserve()
 
     def on(self, index: int) -> PlacementGroupSchedulingStrategy:
         """How Ray is told to start something on a reserved bundle."""
-        assert self._placement is not None
-        return PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=index)
-
-    async def _device_of(self, index: int) -> str:
-        """Which GPU a bundle holds: only a process on it is told."""
-        look = ray.remote(_first_gpu).options(
-            num_cpus=0, num_gpus=self._amounts["GPU"], max_retries=0, scheduling_strategy=self.on(index)
-        )
-        return str(await look.remote())
+        return self._placement.on(index)
 
     def _create(self, rank: int, strategy: Any | None) -> Any:
         is_on_cores = self._size > 1 and self._device == "cpu"
         options = {
             "num_cpus": self._amounts.get("CPU", 0),
             "num_gpus": self._amounts.get("GPU", 0),
-            "max_concurrency": 4 * self._config.engine.num_slots + 64,
+            "max_concurrency": 4 * self._config.engine.num_slots + MORE_CALLS,
             "scheduling_strategy": strategy,
             "runtime_env": {"env_vars": process_environment(self._threads, sees_gpus=not is_on_cores)},
         }
@@ -223,25 +170,6 @@ def process_environment(threads: int, *, sees_gpus: bool) -> dict[str, str]:
     return variables if sees_gpus else {**variables, "CUDA_VISIBLE_DEVICES": ""}
 
 
-def release_abandoned() -> None:
-    """Remove the placement groups of pools of this namespace that are gone, but could not do so themselves.
-
-    Ray ends the actors of a pool that was killed, and keeps its placement groups until its driver ends.
-    """
-    alive = tuple(_of_pool(entry["name"]) for entry in ray.util.list_named_actors(all_namespaces=True))
-    ours = _of_pool("")
-    for table in placement_group_table().values():
-        name = table["name"]
-        if name.startswith(ours[:-1]) and table["state"] != "REMOVED" and not name.startswith(alive):
-            with contextlib.suppress(ValueError):  # another pool was faster
-                remove_placement_group(get_placement_group(name))
-
-
-def _of_pool(name: str) -> str:
-    """How the names of a pool's placement groups begin; the pool is known by its name as a Ray actor."""
-    return f"rollout-pool {ray.get_runtime_context().namespace} {name}/"
-
-
 def _faults(loads: Iterable[asyncio.Future[Any]]) -> list[BaseException]:
     return [fault for load in loads if load.done() and (fault := load.exception()) is not None]
 
@@ -256,6 +184,6 @@ def distance_from_cause(fault: BaseException) -> int:
     return 3 if type(cause).__name__ == "RankLostError" else 2
 
 
-def _first_gpu() -> str:
-    """Runs on a bundle."""
-    return str(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
+def _process(_: Any) -> NodeProcess:
+    """Runs in the process of a rank."""
+    return NodeProcess.here()

@@ -31,7 +31,9 @@ _HOME = {
     "ActorStartError": "rollout_pool.errors",
     "ActorLostError": "rollout_pool.errors",
     "PoolClosedError": "rollout_pool.errors",
+    "NoRoomError": "rollout_pool.errors",
     "WeightSyncError": "rollout_pool.errors",
+    "WeightsLostError": "rollout_pool.errors",
     "VerificationError": "rollout_pool.errors",
 }
 
@@ -46,12 +48,14 @@ if TYPE_CHECKING:
     from rollout_pool.errors import CapacityError as CapacityError
     from rollout_pool.errors import ConfigError as ConfigError
     from rollout_pool.errors import InputFileError as InputFileError
+    from rollout_pool.errors import NoRoomError as NoRoomError
     from rollout_pool.errors import OutputFileError as OutputFileError
     from rollout_pool.errors import PoolClosedError as PoolClosedError
     from rollout_pool.errors import RequestError as RequestError
     from rollout_pool.errors import RolloutPoolError as RolloutPoolError
     from rollout_pool.errors import UnsupportedModelError as UnsupportedModelError
     from rollout_pool.errors import VerificationError as VerificationError
+    from rollout_pool.errors import WeightsLostError as WeightsLostError
     from rollout_pool.errors import WeightSyncError as WeightSyncError
     from rollout_pool.launch import RolloutPool as RolloutPool
     from rollout_pool.types import RolloutGroup as RolloutGroup

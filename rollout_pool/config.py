@@ -108,6 +108,15 @@ class PoolConfig(StrictModel):
     """Per actor, or per rank of a tensor-parallel group, and then 0 or 1. None: one where the cluster has
     GPUs, otherwise CPU actors."""
     start_timeout_s: float = Field(default=600.0, gt=0)
+    """For an actor to find room and load the model, and for a new one to get the present weights."""
+    step_timeout_s: float = Field(default=300.0, gt=0)
+    """An actor whose engine finishes nothing for so long, though it has work, is lost: killed and replaced.
+    Must be above its longest step, prompt, or writing of new weights."""
+    heartbeat_timeout_s: float = Field(default=60.0, gt=0)
+    """An actor that gives no answer for so long is lost, whether it has work or not."""
+    max_start_failures: int = Field(default=3, ge=1)
+    """A lost actor's replacement that fails to start is tried so often, with growing pauses. One that finds
+    no room is not given up: the pool goes on with fewer until the cluster has room."""
     max_replays: int = Field(default=2, ge=0)
     """How often a group may be replayed after the loss of its actor before it fails."""
     weight_transport: Literal["object_store", "gloo", "nccl"] = "object_store"

@@ -8,9 +8,11 @@
     ├── InputFileError          a file the user named cannot be read as what it should be
     ├── OutputFileError         a file the user named cannot be written
     ├── ActorStartError         a rollout actor did not come up within its deadline
+    │   └── NoRoomError             the cluster had no room for it all the while
     ├── ActorLostError          a rollout actor died more often than the replays allowed
     ├── PoolClosedError         the pool was shut down
     ├── WeightSyncError         new weights were refused or did not arrive; the old ones go on
+    ├── WeightsLostError        a pool was started again and lost the weights it had
     └── VerificationError       log-probabilities differ by more than the stated tolerance
 
 Each message names the input at fault and the way out. A message stays one line, so that the
@@ -57,6 +59,10 @@ class ActorStartError(RolloutPoolError, RuntimeError):
     """A rollout actor did not come up within its deadline; the message says what was missing."""
 
 
+class NoRoomError(ActorStartError):
+    """The cluster had no room for a rollout actor until its deadline; the message says what is missing."""
+
+
 class ActorLostError(RolloutPoolError, RuntimeError):
     """A rollout actor died more often than ``PoolConfig.max_replays`` allows."""
 
@@ -67,6 +73,10 @@ class PoolClosedError(RolloutPoolError, RuntimeError):
 
 class WeightSyncError(RolloutPoolError, RuntimeError):
     """New weights were refused or did not arrive; the message names the tensors. The old ones go on."""
+
+
+class WeightsLostError(RolloutPoolError, RuntimeError):
+    """A pool's process was lost and with it newer weights than the checkpoint's; it waits for a sync."""
 
 
 class VerificationError(RolloutPoolError, RuntimeError):

@@ -21,7 +21,8 @@ from rollout_pool.dispatch import Dispatcher
 from rollout_pool.errors import PoolClosedError, RolloutPoolError
 from rollout_pool.ledger import Job, Ledger
 from rollout_pool.preflight import ActorResources
-from rollout_pool.recovery import Crew, NewRanks, one_line
+from rollout_pool.ray_errors import one_line
+from rollout_pool.recovery import Crew, NewRanks
 from rollout_pool.requests import call_seed, resolve_requests
 from rollout_pool.types import PoolStats, Prompt, RolloutGroup, RolloutRequest, SamplingParams
 from rollout_pool.weight_sync.rank_calls import Kv
@@ -52,7 +53,7 @@ class PoolActor:
             config,
             new_ranks or partial(_rank_actors, config, resources),
             self._tasks,
-            on_room=lambda: self._dispatcher.dispatch(),
+            on_room=lambda member: self._dispatcher.dispatch(),
             on_exhausted=self._stop,
             joining=lambda *arguments: self._sync.joining(*arguments),
         )

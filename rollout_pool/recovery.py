@@ -15,23 +15,27 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 
+from rollout_pool.actors.progress import Progress
 from rollout_pool.actors.rollout_actor import ActorInfo
 from rollout_pool.actors.tensor_parallel import RankActors
 from rollout_pool.background import TaskSet
 from rollout_pool.config import PoolConfig
-from rollout_pool.errors import ActorStartError, RolloutPoolError
+from rollout_pool.errors import ActorStartError, NoRoomError, RolloutPoolError
+from rollout_pool.heartbeat import report_interval, until_lost
+from rollout_pool.ray_errors import cause_of
+from rollout_pool.ray_errors import one_line as one_line
 from rollout_pool.routing import ActorLoad
 from rollout_pool.types import EngineStats
 
 logger = logging.getLogger(__name__)
 
-REPORT_INTERVAL_S = 0.2
-"""How often an actor is asked for its progress, which also tells whether it is alive."""
-ANSWER_TIMEOUT_S = 60.0
-"""An actor whose event loop is silent for so long counts as lost."""
 STATS_TIMEOUT_S = 5.0
+NOTICE_S = 10.0
+"""An actor that has found no room for so long is worth a line in the log."""
+LONGEST_PAUSE_S = 60.0
+"""Between two tries to start a replacement; the first is a second, and each is twice the one before."""
 
 NewRanks = Callable[[str], RankActors]
 """Makes the processes, still to be started, of the engine with this name."""
@@ -57,7 +61,7 @@ class Member:
 class Crew:
     """The rollout actors of one pool.
 
-    ``on_room`` is called whenever an actor may take more work; ``on_exhausted`` when no actor is
+    ``on_room`` is called with an actor that may take more work; ``on_exhausted`` when no actor is
     left and none can be started. ``joining`` is the context in which a new actor becomes a member: it
     gives it the present weights, and their version. ``new_ranks`` makes the processes of an engine.
     """
@@ -67,7 +71,7 @@ class Crew:
         config: PoolConfig,
         new_ranks: NewRanks,
         tasks: TaskSet,
-        on_room: Callable[[], None],
+        on_room: Callable[[Member], None],
         on_exhausted: Callable[[RolloutPoolError], None],
         joining: Callable[[str, RankActors, float], AbstractAsyncContextManager[int]],
     ) -> None:
@@ -80,7 +84,8 @@ class Crew:
         self._on_exhausted = on_exhausted
         self._joining = joining
         self._starting: dict[str, RankActors] = {}
-        self._num_replacing = 0
+        self._hopeful: set[str] = set()
+        """The lost actors whose replacement has neither failed for good nor waited in vain for room."""
 
     async def start(self) -> None:
         """Bring all actors up; all are killed again when one of them fails, and its error raised."""
@@ -103,9 +108,7 @@ class Crew:
         self.num_lost += 1
         logger.warning("rollout %s was lost and is replaced: %s", member.name, cause)
         member.ranks.kill()
-        self._num_replacing += 1
-        stem, _, generation = member.name.partition(".")
-        self._tasks.start(self._replace(f"{stem}.{int(generation or 0) + 1}"))
+        self._tasks.start(self._replace(member.name))
 
     def close(self) -> None:
         """Kill every actor, also those that are starting."""
@@ -127,15 +130,32 @@ class Crew:
         answers = await asyncio.gather(*map(ask, handles), return_exceptions=True)
         return tuple(answer for answer in answers if isinstance(answer, EngineStats))
 
-    async def _replace(self, name: str) -> None:
-        try:
-            await self._bring_up(name)
-            self._num_replacing -= 1
-        except RolloutPoolError as error:
-            self._num_replacing -= 1
-            logger.error("%s; the pool goes on with %d actors", error, len(self.members))
-            if not self.members and not self._num_replacing:
-                self._on_exhausted(error)
+    async def _replace(self, lost: str) -> None:
+        """Start another in place of a lost one: again after a failure, and on while there is no room."""
+        name, failures = lost, 0
+        self._hopeful.add(lost)
+        while failures < self._config.max_start_failures:
+            name = _next_generation(name)
+            try:
+                await self._bring_up(name)
+            except NoRoomError as error:
+                self._do_without(lost, error)
+            except RolloutPoolError as error:
+                failures += 1
+                if failures == self._config.max_start_failures:
+                    self._do_without(lost, error)
+                else:
+                    logger.warning("%s; it is tried again", error)
+                    await asyncio.sleep(min(2.0 ** (failures - 1), LONGEST_PAUSE_S))
+            else:
+                self._hopeful.discard(lost)
+                return
+
+    def _do_without(self, lost: str, error: RolloutPoolError) -> None:
+        self._hopeful.discard(lost)
+        logger.error("%s; the pool goes on with %d actors", error, len(self.members))
+        if not self.members and not self._hopeful:
+            self._on_exhausted(error)
 
     async def _bring_up(self, name: str) -> None:
         ranks = self._new_ranks(name)
@@ -151,23 +171,30 @@ class Crew:
         finally:
             self._starting.pop(name, None)
         self._tasks.start(self._watch(member))
-        self._on_room()
+        self._on_room(member)
 
     async def _wait_until_ready(self, name: str, ranks: RankActors) -> ActorInfo:
         limit = self._config.start_timeout_s
+        notice = asyncio.get_running_loop().call_later(NOTICE_S, self._notice, name, ranks)
         try:
             async with asyncio.timeout(limit):
                 return await ranks.start()
         except TimeoutError:
-            reason = f"the model took longer to load than start_timeout_s ({limit:g} s)"
             if ranks.stage != "loading":
-                reason = self._why_not_scheduled(ranks)
+                raise NoRoomError(f"{name}: {self._why_not_scheduled(ranks)}") from None
+            reason = f"the model took longer to load than start_timeout_s ({limit:g} s)"
             raise ActorStartError(f"{name}: {reason}") from None
         except RayError as error:
-            cause = error.cause if isinstance(error, RayTaskError) else error
+            cause = cause_of(error)
             if isinstance(cause, RolloutPoolError):
                 raise cause from None
             raise ActorStartError(f"{name} died while it started: {one_line(cause)}") from None
+        finally:
+            notice.cancel()
+
+    def _notice(self, name: str, ranks: RankActors) -> None:
+        if ranks.stage != "loading":
+            logger.warning("%s waits for room: it needs %s", name, ranks.needs())
 
     def _why_not_scheduled(self, ranks: RankActors) -> str:
         config = self._config
@@ -182,21 +209,18 @@ class Crew:
         )
 
     async def _watch(self, member: Member) -> None:
-        while self.members.get(member.name) is member:
-            try:
-                async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                    progress = await member.ranks.progress()
-            except TimeoutError:
-                return self.lose(member, f"it gave no answer for {ANSWER_TIMEOUT_S:g} s")
-            except RayError as error:
-                return self.lose(member, one_line(error.cause if isinstance(error, RayTaskError) else error))
+        def on_progress(progress: Progress) -> bool:
             member.load = member.load.on_progress(progress.samples_ended)
-            self._on_room()
-            await asyncio.sleep(REPORT_INTERVAL_S)
+            if self.members.get(member.name) is member:
+                self._on_room(member)
+            return member.load.completed_samples < member.load.submitted_samples
+
+        def pause_s() -> float:
+            return report_interval(len(self.members))
+
+        self.lose(member, await until_lost(member.ranks.progress, on_progress, self._config, pause_s))
 
 
-def one_line(error: BaseException) -> str:
-    """What an error says, without the table of ids and the general advice that Ray puts around it."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    reason = text.partition("The actor is dead because ")[2] or text
-    return reason.partition(" Some common causes")[0][:300]
+def _next_generation(name: str) -> str:
+    stem, _, generation = name.partition(".")
+    return f"{stem}.{int(generation or 0) + 1}"

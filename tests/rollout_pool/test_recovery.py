@@ -6,8 +6,10 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
@@ -26,12 +28,13 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 ENGINE = EngineConfig(num_slots=4, max_length=128, deterministic="strict")
 SAMPLING = SamplingParams(n=2, max_new_tokens=100, ignore_eos=True, seed=7)
+DEADLINES = {"heartbeat_timeout_s": 4.0, "step_timeout_s": 6.0}
 PROMPTS = [RolloutRequest([5 + number], metadata=number) for number in range(12)]
 
 
 @pytest.fixture(scope="module")
 def pool(tiny_model_dir: str, cluster: None):
-    config = PoolConfig(model=tiny_model_dir, num_actors=2, cpus_per_actor=1, engine=ENGINE, max_replays=2)
+    config = PoolConfig(model=tiny_model_dir, num_actors=2, cpus_per_actor=1, engine=ENGINE, **DEADLINES)
     handle = RolloutPool.remote(config)
     ray.get(handle.ready.remote(), timeout=120)
     yield handle
@@ -56,26 +59,29 @@ def balance(pool):
 
 
 def wait_for_actors(pool, count: int) -> None:
-    deadline = time.monotonic() + 60
-    while balance(pool).num_actors < count:
-        assert time.monotonic() < deadline, "the lost actor was not replaced"
-        time.sleep(0.1)
+    wait_until(lambda: balance(pool).num_actors >= count, 60, "the lost actor was not replaced")
 
 
-def stream_and_kill(pool) -> list[RolloutGroup]:
-    """All groups of a call during which one actor is killed, after the first group is back."""
-    victim, groups = pids(pool)[0], []
+def stream_and(pool, disturb: Callable[[], None]) -> list[RolloutGroup]:
+    """All groups of a call during which something happens, after the first group is back."""
+    groups = []
     for ref in pool.stream.remote(PROMPTS, SAMPLING):
-        groups.append(ray.get(ref))
+        groups.append(ray.get(ref, timeout=60))
         if len(groups) == 1:
-            os.kill(victim, signal.SIGKILL)
+            disturb()
         balance(pool)
     return sorted(groups, key=lambda group: group.index)
 
 
+def stream_and_signal(pool, sent: int) -> list[RolloutGroup]:
+    """All groups of a call during which a signal ends one actor."""
+    victim = pids(pool)[0]
+    return stream_and(pool, lambda: os.kill(victim, sent))
+
+
 def test_killed_actor_is_replaced_and_nothing_is_lost_or_different(pool) -> None:
     undisturbed = ray.get(pool.rollout.remote(PROMPTS, SAMPLING), timeout=60)
-    disturbed = stream_and_kill(pool)
+    disturbed = stream_and_signal(pool, signal.SIGKILL)
     assert contents(disturbed) == contents(undisturbed)
     stats = balance(pool)
     assert (stats.returned, stats.in_flight, stats.actors_lost) == (24, 0, 1)
@@ -88,20 +94,60 @@ def test_killed_actor_is_replaced_and_nothing_is_lost_or_different(pool) -> None
     }
 
 
+def is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+
+
+def members(pool) -> list:
+    """Handles of the rollout actors, in the order of their names."""
+    return ray.get(
+        pool.__ray_call__.remote(lambda self: [m.handle for _, m in sorted(self._crew.members.items())])
+    )
+
+
+@pytest.mark.slow
+def test_stopped_process_and_hanging_engine_are_replaced_within_their_deadlines(pool) -> None:
+    wait_for_actors(pool, 2)
+    undisturbed = contents(ray.get(pool.rollout.remote(PROMPTS, SAMPLING), timeout=60))
+    before, stopped = balance(pool), pids(pool)[0]
+    started = time.monotonic()
+    assert contents(stream_and_signal(pool, signal.SIGSTOP)) == undisturbed
+    assert time.monotonic() - started < 30
+    wait_until(lambda: is_gone(stopped), 20, "a stopped process keeps its memory")
+    wait_for_actors(pool, 2)
+
+    def hang(self) -> None:
+        self._engine.call(lambda engine: time.sleep(600), "weights")
+
+    hanging, victim = pids(pool)[0], members(pool)[0]
+    assert contents(stream_and(pool, lambda: ray.get(victim.__ray_call__.remote(hang)))) == undisturbed
+    wait_until(lambda: is_gone(hanging), 20, "a hanging process keeps its memory")
+    after = balance(pool)
+    assert (after.actors_lost - before.actors_lost, after.in_flight, after.failed) == (2, 0, 0)
+    wait_for_actors(pool, 2)
+
+
 def test_actor_whose_engine_fails_exits_and_its_groups_run_elsewhere(pool) -> None:
     def break_engine(self) -> None:
         self._engine.call(lambda engine: setattr(engine, "step", None))
 
     before = balance(pool)
-    members = ray.get(pool.__ray_call__.remote(lambda self: [m.handle for m in self._crew.members.values()]))
+    victim = members(pool)[0]
     expected = contents(ray.get(pool.rollout.remote(PROMPTS, SAMPLING), timeout=60))
-    ray.get(members[0].__ray_call__.remote(break_engine))
+    ray.get(victim.__ray_call__.remote(break_engine))
     assert contents(ray.get(pool.rollout.remote(PROMPTS, SAMPLING), timeout=60)) == expected
     after = balance(pool)
     assert after.actors_lost - before.actors_lost == 1
     assert after.replayed > before.replayed
     with pytest.raises(ray.exceptions.ActorDiedError):
-        ray.get(members[0].stats.remote(), timeout=30)
+        ray.get(victim.stats.remote(), timeout=30)
 
 
 @pytest.mark.slow
@@ -111,7 +157,7 @@ def test_groups_over_their_replays_fail_by_name_and_a_pool_that_cannot_recover_s
     folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
     config = PoolConfig(model=str(folder), cpus_per_actor=1, engine=ENGINE, max_replays=0)
     alone = RolloutPool.remote(config)
-    groups = stream_and_kill(alone)
+    groups = stream_and_signal(alone, signal.SIGKILL)
     lost = [group for group in groups if group.error]
     assert 1 <= len(lost) <= 3  # a batch and the lookahead; the others waited for the new actor
     for group in lost:
@@ -124,7 +170,7 @@ def test_groups_over_their_replays_fail_by_name_and_a_pool_that_cannot_recover_s
     assert (stats.returned, stats.failed, stats.in_flight) == (12 - len(lost), len(lost), 0)
 
     shutil.rmtree(folder)
-    groups = stream_and_kill(alone)
+    groups = stream_and_signal(alone, signal.SIGKILL)
     assert len(groups) == len(PROMPTS)
     assert sum(str(folder) in (group.error or "") for group in groups) >= 6  # those that still waited
     assert balance(alone).in_flight == 0

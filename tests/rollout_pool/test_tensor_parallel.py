@@ -29,7 +29,7 @@ from rollout_pool import (
     SamplingParams,
     UnsupportedModelError,
 )
-from rollout_pool.actors.tensor_parallel import Bundle, rank_order
+from rollout_pool.actors.placement import Bundle, rank_order
 
 ENGINE = EngineConfig(num_slots=4, max_length=128, deterministic="strict")
 SAMPLING = SamplingParams(n=2, max_new_tokens=40, ignore_eos=True, seed=7)
@@ -76,7 +76,7 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def pool(tiny_model_dir: str, cluster: None):
-    handle = RolloutPool.remote(config(tiny_model_dir, num_actors=2))
+    handle = RolloutPool.remote(config(tiny_model_dir, num_actors=2, heartbeat_timeout_s=6.0))
     ray.get(handle.ready.remote(), timeout=180)
     yield handle
     ray.kill(handle)
@@ -137,8 +137,12 @@ def test_two_groups_of_two_ranks_give_what_one_engine_gives(pool, tiny_model_dir
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [1, 0], ids=["follower", "leader"])
-def test_killed_rank_ends_its_group_and_nothing_is_lost_or_different(pool, rank: int) -> None:
+@pytest.mark.parametrize(
+    ("rank", "ended_by"),
+    [(1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP)],
+    ids=["follower killed", "follower stopped", "leader stopped"],
+)
+def test_lost_rank_ends_its_group_and_nothing_is_lost_or_different(pool, rank: int, ended_by: int) -> None:
     wait_until(lambda: balance(pool).num_actors == 2, 180, "the pool is not whole")
     expected = contents(ray.get(pool.rollout.remote(PROMPTS, SAMPLING), timeout=180))
     before, victims = balance(pool), [place.pid for place in infos(pool)[0].ranks]
@@ -146,7 +150,7 @@ def test_killed_rank_ends_its_group_and_nothing_is_lost_or_different(pool, rank:
     for ref in pool.stream.remote(PROMPTS, SAMPLING):
         groups.append(ray.get(ref, timeout=180))
         if len(groups) == 1:
-            os.kill(victims[rank], signal.SIGKILL)
+            os.kill(victims[rank], ended_by)
         balance(pool)
     assert contents(sorted(groups, key=lambda group: group.index)) == expected
     after = balance(pool)
