@@ -68,6 +68,7 @@ class Batch:
             prefills=self._filler.num_prefills,
             prefill_tokens=self._filler.tokens_computed,
             prefill_tokens_saved=self._filler.tokens_saved,
+            prefill_tokens_reused=self._filler.tokens_reused,
             waiting_samples=self.scheduler.num_waiting_samples,
         )
 

@@ -38,6 +38,7 @@ class Filler:
     num_prefills: int = 0
     tokens_computed: int = 0
     tokens_saved: int = 0
+    tokens_reused: int = 0
 
     def admit(self, running: Running, admission: Admission) -> None:
         """Prefill a group if it is new, expand its KV into the slots, draw their first tokens."""
@@ -56,12 +57,13 @@ class Filler:
         if admission.is_last:
             self.drop(running)
             needed = len(running.order) * running.prompt.size
-            self.tokens_saved += max(0, needed - running.prefill_tokens)
+            self.tokens_saved += max(0, needed - running.prefill_tokens - running.reused_tokens)
 
     def count_on(self, before: Filler) -> None:
         """Take over what another filler of the same engine has counted."""
         self.versions, self.num_prefills = before.versions, before.num_prefills
         self.tokens_computed, self.tokens_saved = before.tokens_computed, before.tokens_saved
+        self.tokens_reused = before.tokens_reused
 
     def drop(self, running: Running) -> None:
         """Nobody of this group waits for a slot any more: its prompt need not be held."""
@@ -116,10 +118,12 @@ class Filler:
         self.worker.drop(SINGLE)
 
     def _compute(self, running: Running, number: int, tokens: TokenIds) -> None:
-        self.worker.prefill(number, tokens)
-        running.prefill_tokens += tokens.size
-        self.num_prefills += 1
-        self.tokens_computed += tokens.size
+        num_reused = self.worker.prefill(number, tokens)
+        running.prefill_tokens += tokens.size - num_reused
+        running.reused_tokens += num_reused
+        self.num_prefills += num_reused < tokens.size
+        self.tokens_computed += tokens.size - num_reused
+        self.tokens_reused += num_reused
 
     def _draw(self, slots: Sequence[int]) -> Draw:
         return self.rows.drawing(ops.upload(slots, self.rows.device), self.rows.kind())

@@ -28,13 +28,20 @@ class MemoryPlan:
     max_length: int
     free_bytes: int
     device: str
+    prefix_tokens: int = 0
+    """Of recent prompts whose KV is kept."""
     gather_bytes: int = 0
     """Of the whole model, where ZeRO-3's parts come together for a rollout."""
 
     @property
     def kv_bytes(self) -> int:
-        """KV of all slots, and of one prompt whose samples wait for a slot."""
-        return self.bytes_per_slot * (self.num_slots + 1)
+        """KV of all slots, of one prompt whose samples wait for a slot, and of recent prompts."""
+        return self.bytes_per_slot * (self.num_slots + 1) + self.prefix_bytes
+
+    @property
+    def prefix_bytes(self) -> int:
+        """KV of recent prompts."""
+        return self.bytes_per_token * self.prefix_tokens
 
     def check(self) -> None:
         """Raise :class:`CapacityError` when the slots do not fit into the free memory."""
@@ -46,8 +53,9 @@ class MemoryPlan:
             )
         if self.kv_bytes <= usable:
             return
-        slots = max(0, usable // self.bytes_per_slot - 1)
-        length = usable // ((self.num_slots + 1) * max(1, self.bytes_per_token))
+        for_slots = max(0, usable - self.prefix_bytes)
+        slots = max(0, for_slots // self.bytes_per_slot - 1)
+        length = for_slots // ((self.num_slots + 1) * max(1, self.bytes_per_token))
         ways = [f"engine.num_slots to at most {slots}"] if slots else []
         ways += [f"engine.max_length to at most {length}"] if length >= 2 else []
         remedy = "lower " + " or ".join(ways) if ways else "lower both, or use a machine with more memory"
@@ -77,10 +85,18 @@ def plan_memory(
         bytes_per_slot=per_token * config.max_length + per_slot,
         num_slots=config.num_slots,
         max_length=config.max_length,
+        prefix_tokens=prefix_cache_tokens(config),
         free_bytes=int(free),
         device=str(device),
         gather_bytes=sum(map(full_bytes, model.parameters())) if is_gathered else 0,
     )
+
+
+def prefix_cache_tokens(config: EngineConfig) -> int:
+    """How many tokens of recent prompts an engine keeps."""
+    if config.prefix == "off":
+        return 0
+    return 2 * config.max_length if config.prefix_cache_tokens is None else config.prefix_cache_tokens
 
 
 def _gib(size: int) -> str:

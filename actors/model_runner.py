@@ -63,6 +63,8 @@ class ModelRunner:
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         self._keeps_logits = "logits_to_keep" in parameters
         self._takes_positions = "position_ids" in parameters
+        self.goes_on = False
+        """Whether a prompt may be computed in parts; a trial finds it out."""
         self.needs_mask = not self._takes_positions or bool(getattr(self.config, "alibi", False))
         """It derives positions (ALiBi, say) from a mask of tokens; only layout ``aligned`` serves that."""
         self.num_prefills = 0
@@ -82,12 +84,16 @@ class ModelRunner:
         """The model's own forward; of a partitioned model within :meth:`together`."""
         return self.model(**arguments) if self.partitioned is None else self.partitioned.run(arguments)
 
-    def prefill(self, token_ids: torch.Tensor) -> Prefix:
-        """Compute a prompt alone and unpadded, as ``generate`` would. token_ids: int64 ``[tokens]``."""
-        cache = DynamicCache(config=self.model.config)
+    def prefill(self, token_ids: torch.Tensor, after: Prefix | None = None) -> Prefix:
+        """Compute a prompt alone and unpadded, as ``generate`` would. token_ids: int64 ``[tokens]``.
+
+        after: its beginning, which is computed already; the cache goes over to the result.
+        """
+        cache = DynamicCache(config=self.model.config) if after is None else after.cache
+        start = 0 if after is None else after.length
         length = token_ids.shape[0]
-        positions = torch.arange(length, device=self.device).unsqueeze(0)
-        logits = self._forward(token_ids.unsqueeze(0), positions, cache)
+        positions = torch.arange(start, length, device=self.device).unsqueeze(0)
+        logits = self._forward(token_ids[start:].unsqueeze(0), positions, cache)
         self.num_prefills += 1
         return Prefix(cache, logits, length)
 

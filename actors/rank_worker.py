@@ -32,10 +32,10 @@ class LeadingWorker(Worker):
         self._group = group
         self._unsent: list[int] = []
 
-    def prefill(self, group: int, tokens: Sequence[int] | TokenIds) -> None:
+    def prefill(self, group: int, tokens: Sequence[int] | TokenIds) -> int:
         self._tell(PREFILL, [group, *map(int, tokens)])
         self._send()
-        super().prefill(group, tokens)
+        return super().prefill(group, tokens)
 
     def seat(self, group: int, column: int, slots: Sequence[int], draw: Draw) -> None:
         self._tell(SEAT, [group, column, *slots])
@@ -148,7 +148,7 @@ def replay(worker: Worker, group: RankGroup) -> None:
         group.share(drawn)
         return drawn
 
-    operations: dict[int, Callable[[list[int]], None]] = {
+    operations: dict[int, Callable[[list[int]], object]] = {
         PREFILL: lambda n: worker.prefill(n[0], n[1:]),
         SEAT: lambda n: worker.seat(n[0], n[1], n[2:], receive),
         REFILL: lambda n: worker.refill(n[0], n[1], n[2:]),

@@ -34,6 +34,7 @@ class Running:
     submitted: float = field(default_factory=time.monotonic)
     started: float | None = None
     prefill_tokens: int = 0
+    reused_tokens: int = 0
     is_held: bool = False
     """Whether the worker holds the prompt's KV, for samples that wait for a slot."""
     samples: dict[int, Sample] = field(default_factory=dict)

@@ -17,11 +17,14 @@ from rollout_pool.actors.kv_cache import SlotCache
 from rollout_pool.actors.loaded_weights import broken_weight
 from rollout_pool.actors.loading import has_softcap
 from rollout_pool.actors.model_runner import ModelRunner, Prefix
+from rollout_pool.actors.prefix_cache import beginning, is_cuttable
 from rollout_pool.errors import CapacityError, UnsupportedModelError
 
 POISON = 1e4
 _TRIAL_LENGTHS = (3, 6)
 _TRIAL_STEPS = 3
+TOLERANCES = {True: 1e-4, False: 0.1}
+"""Of logits, relative to their spread: in float32, and in less."""
 
 
 def refuse_by_configuration(model: PreTrainedModel, max_length: int, is_aligned: bool = False) -> None:
@@ -72,7 +75,7 @@ def trial(runner: ModelRunner, is_aligned: bool = False) -> Prefix:
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise UnsupportedModelError(f"{name} failed to decode through the slot cache: {reason}") from error
-    tolerance = 1e-4 if runner.model.dtype == torch.float32 else 0.1
+    tolerance = TOLERANCES[runner.model.dtype == torch.float32]
     if worst == float("inf") and (fault := broken_weight(runner.model)) is not None:
         raise UnsupportedModelError(f"{name} cannot be served: its weights are broken: {fault}")
     if not worst <= tolerance:
@@ -110,7 +113,20 @@ def _measure(runner: ModelRunner, is_aligned: bool) -> tuple[float, Prefix]:
             worst = max(worst, _relative(logits[row], expected[row][i]))
     for prefix, reference in zip(prefixes, expected, strict=True):
         worst = max(worst, _relative(prefix.logits[0], reference[prefix.length - 1]))
+    runner.goes_on = _goes_on(runner, texts[1], prefixes[1], expected[1])
     return worst, prefixes[0]
+
+
+def _goes_on(runner: ModelRunner, text: torch.Tensor, prefix: Prefix, expected: torch.Tensor) -> bool:
+    """Whether a prompt that is computed in two parts is as good as one that is computed whole."""
+    cut = prefix.length // 2
+    if not is_cuttable(prefix, cut):
+        return False
+    try:
+        again = runner.prefill(text, beginning(prefix, cut))
+    except Exception:  # some models only know whole prompts and single tokens; they are served without it
+        return False
+    return _relative(again.logits[0], expected[-1]) <= TOLERANCES[runner.model.dtype == torch.float32]
 
 
 def _relative(got: torch.Tensor, expected: torch.Tensor) -> float:

@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from rollout_pool.actors.graphs import GraphedStep, Recorder
 from rollout_pool.actors.kv_cache import SlotCache
+from rollout_pool.actors.memory import prefix_cache_tokens
 from rollout_pool.actors.model_runner import Prefix
 from rollout_pool.actors.model_tensors import ModelTensors
+from rollout_pool.actors.prefix_cache import PrefixCache
 from rollout_pool.actors.served_model import ServedModel
 from rollout_pool.actors.stored_weights import StoredWeights
 from rollout_pool.config import EngineConfig
@@ -47,6 +50,8 @@ class Worker:
         self.position = torch.zeros_like(self.live)  # column of the next write
         self.last_token = torch.zeros_like(self.live)
         self._prefixes: dict[int, Prefix] = {}
+        whole_only = config.deterministic == "strict" or not self.runner.goes_on
+        self.recent = PrefixCache(self.runner, prefix_cache_tokens(config), whole_only)
         self.weights: StagedWeights | None = None
         """What new weights are staged in, when this worker takes any."""
         self._borrowed = served.borrowed
@@ -77,9 +82,14 @@ class Worker:
         if self.graphs is not None:
             self.graphs.prepare({(num_rows, *kind): self._whole_step(num_rows, self.cache.length - 1, draw)})
 
-    def prefill(self, group: int, tokens: Sequence[int] | TokenIds) -> None:
-        """Compute a prompt and hold it under the number ``group``."""
-        self._prefixes[group] = self.runner.prefill(ops.upload(tokens, self.runner.device))
+    def prefill(self, group: int, tokens: Sequence[int] | TokenIds) -> int:
+        """Compute a prompt and hold it under the number ``group``; below 0 it is of no use to later ones.
+
+        Returns how many of its tokens had been computed before.
+        """
+        ids = np.asarray(tokens, dtype=np.int64)
+        self._prefixes[group], num_reused = self.recent.prefill(ids, keep=group >= 0)
+        return num_reused
 
     def seat(self, group: int, column: int, slots: Sequence[int], draw: Draw) -> None:
         """Copy the prompt's KV into ``slots`` from ``column`` on, and draw their first tokens."""
@@ -98,6 +108,7 @@ class Worker:
         weights = self.weights or self._borrowed
         assert weights is not None
         weights.commit(version)
+        self.recent.clear()
 
     def drop(self, group: int) -> None:
         """The prompt is not needed any more."""
@@ -151,6 +162,7 @@ class Worker:
         if self.graphs is not None:
             self.graphs.invalidate()
         self.cache.release()
+        self.recent.clear()
 
     def wake(self) -> None:
         """Take the memory again."""

@@ -59,6 +59,10 @@ class EngineConfig(StrictModel):
     batch does; it also serves models that derive positions from a mask (ALiBi: BLOOM, MPT, Falcon)."""
     prefix: Literal["expand", "off"] = "expand"
     """``expand``: a prompt is computed once for all its samples. ``off``: once per sample."""
+    prefix_cache_tokens: int | None = Field(default=None, ge=0)
+    """Tokens of recent prompts whose KV is kept, for prompts that begin like them: system prompts, examples,
+    turns of a conversation. None: twice ``max_length``. 0: none. Under ``strict`` only whole prompts are
+    used again."""
     deterministic: Literal["seeded", "strict"] = "seeded"
     """``seeded``: same draws for the same seed. ``strict``: the same bits whatever shares the batch."""
     compact: bool = True

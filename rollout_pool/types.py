@@ -248,6 +248,8 @@ class EngineStats:
     """Prompt tokens computed."""
     prefill_tokens_saved: int = 0
     """Prompt tokens that sharing a prefill among samples made unnecessary."""
+    prefill_tokens_reused: int = 0
+    """Prompt tokens whose KV was still there from an earlier prompt."""
     decode_steps: int = 0
     rows_decoded: int = 0
     """Live rows summed over decode steps."""

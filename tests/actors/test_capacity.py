@@ -41,10 +41,10 @@ def test_the_remedy_fits(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_plan_names_what_the_cache_really_takes(llama: Any) -> None:
-    engine = Engine(llama, EngineConfig(num_slots=5, max_length=40))
+    engine = Engine(llama, EngineConfig(num_slots=5, max_length=40, prefix_cache_tokens=40))
     held = sum(tensor.nbytes for tensor in engine.cache.tensors())
     assert engine.stats().kv_bytes == held
-    assert engine.memory_plan.kv_bytes == held // 5 * 6  # and one prompt that is held
+    assert engine.memory_plan.kv_bytes == held // 5 * 7  # and one prompt that is held, and one that was
     assert "5 slots x 40 tokens" in engine.memory_plan.describe()
 
 

@@ -245,3 +245,25 @@ def test_a_step_that_runs_out_of_memory_leaves_no_trace(name: str, layout: str, 
             one.token_ids.tolist() for one in other.samples
         ]
     assert verify(groups, family.model).max_abs_diff < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    cases(["gemma3", "gpt-oss", "qwen3-next", "deepseek-v3", "bloom", "mpt", "opt"]),
+)
+def test_prompts_that_begin_alike_give_the_tokens_of_whole_ones(
+    name: str, layout: str, family_of: Any
+) -> None:
+    """Whatever a family's cache can do: be cut, be gone on from at its end, or only be used as it is."""
+    family = family_of(name)
+    head = max(family.prompts, key=len)
+    prompts = [head, [*head, 5, 6], head, [*head[:20], 7, 8, 9]]
+    length = max(map(len, prompts)) + NEW
+    plain = EngineConfig(num_slots=4, max_length=length, layout=layout, prefix_cache_tokens=0)
+    sampling = SamplingParams(max_new_tokens=NEW, temperature=0)
+    expected = Engine(family.model, plain).generate(prompts, sampling)
+    engine = Engine(family.model, plain.model_copy(update={"prefix_cache_tokens": 4 * length}))
+    groups = engine.generate(prompts, sampling)
+    for group, other in zip(groups, expected, strict=True):
+        assert group.samples[0].token_ids.tolist() == other.samples[0].token_ids.tolist()
+    assert engine.stats().prefill_tokens_reused >= len(head)  # the third prompt is the first

@@ -1,0 +1,124 @@
+"""Recent prompts with their KV: what begins like one of them is computed from there on.
+
+A prompt that was there before (a repeated call, the other half of a group, a replay) costs nothing; one that
+shares a beginning (a system prompt, examples, the turns of a conversation so far) costs its rest. New weights
+empty the cache. A remainder is computed in another shape than the whole would be, so that logits agree to
+rounding; strict engines only reuse whole prompts, which are the same bits.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from rollout_pool.actors.model_runner import ModelRunner, Prefix
+from rollout_pool.kernels import ops
+from rollout_pool.types import TokenIds
+
+LEAST_SHARED = 16
+"""Tokens that a beginning must have to be worth the copy of its KV."""
+
+
+@dataclass(frozen=True)
+class _Stored:
+    tokens: TokenIds
+    prefix: Prefix
+
+
+class PrefixCache:
+    """Computes prompts, and keeps those that were used last.
+
+    Args:
+        capacity: tokens to keep at most; 0 keeps nothing.
+        whole_only: reuse whole prompts, never their beginnings.
+    """
+
+    def __init__(self, runner: ModelRunner, capacity: int, whole_only: bool = False) -> None:
+        self._runner = runner
+        self._capacity = capacity
+        self._whole_only = whole_only
+        self._stored: OrderedDict[bytes, _Stored] = OrderedDict()  # the one used last is last
+        self.num_tokens = 0
+        """That are kept now."""
+
+    def prefill(self, tokens: TokenIds, keep: bool = True) -> tuple[Prefix, int]:
+        """Compute a prompt; returns it and how many of its tokens were computed before.
+
+        tokens: int64 ``[tokens]``. keep: whether it may serve later ones.
+        """
+        key = tokens.tobytes()
+        if (same := self._stored.get(key)) is not None:
+            self._stored.move_to_end(key)
+            return same.prefix, tokens.size
+        before = self._beginning_of(tokens)
+        prefix = self._runner.prefill(ops.upload(tokens, self._runner.device), before)
+        if keep and tokens.size <= self._capacity:
+            self._keep(key, _Stored(tokens, prefix))
+        return prefix, 0 if before is None else before.length
+
+    def clear(self) -> None:
+        """Forget all prompts."""
+        self._stored.clear()
+        self.num_tokens = 0
+
+    def _keep(self, key: bytes, stored: _Stored) -> None:
+        self._stored[key] = stored
+        self.num_tokens += stored.tokens.size
+        while self.num_tokens > self._capacity:
+            _, oldest = self._stored.popitem(last=False)
+            self.num_tokens -= oldest.tokens.size
+
+    def _beginning_of(self, tokens: TokenIds) -> Prefix | None:
+        """The longest beginning that is kept, at least one token short of the whole."""
+        best, found = LEAST_SHARED - 1, None
+        for key, stored in () if self._whole_only else self._stored.items():
+            shared = min(_num_shared(stored.tokens, tokens), tokens.size - 1)
+            if shared > best and is_cuttable(stored.prefix, shared):
+                best, found = shared, key
+        if found is None:
+            return None
+        self._stored.move_to_end(found)
+        return beginning(self._stored[found].prefix, best)
+
+
+def is_cuttable(prefix: Prefix, length: int) -> bool:
+    """Whether one can go on from a prompt's first ``length`` tokens, with the cache of all of it.
+
+    Not where a recurrent state has gone past them, nor where a sliding window has dropped some.
+    """
+    return all(
+        type(layer) is DynamicLayer
+        or (
+            type(layer) is DynamicSlidingWindowLayer
+            and (length == prefix.length or layer.cumulative_length < layer.sliding_window)
+        )
+        for layer in prefix.cache.layers
+    )
+
+
+def beginning(prefix: Prefix, length: int) -> Prefix:
+    """The first ``length`` tokens of a prompt, as something to go on from; its logits are of no use.
+
+    It shares tensors with the prompt's own cache: a layer that goes on makes new ones.
+    """
+    layers = []
+    for layer in prefix.cache.layers:
+        mine: Any = copy.copy(layer)
+        if length < prefix.length:
+            mine.keys, mine.values = mine.keys[..., :length, :], mine.values[..., :length, :]
+        if type(layer) is DynamicSlidingWindowLayer:
+            mine.cumulative_length = length
+        layers.append(mine)
+    cache = copy.copy(prefix.cache)
+    cache.layers = layers
+    return replace(prefix, cache=cache, length=length)
+
+
+def _num_shared(one: TokenIds, other: TokenIds) -> int:
+    size = min(one.size, other.size)
+    differs = one[:size] != other[:size]
+    return int(differs.argmax()) if differs.any() else size
