@@ -185,15 +185,15 @@ def _room(config: PoolConfig, asked: ActorResources, nodes: list[Mapping[str, fl
     size = config.tensor_parallel_size
     if config.tensor_parallel_placement == "strict_pack":
         return _groups_within_nodes(size, asked, nodes)
-    return sum(_actors_on(node, asked) for node in nodes) // size
+    return sum(actors_on(node, asked) for node in nodes) // size
 
 
 def _groups_within_nodes(size: int, asked: ActorResources, nodes: list[Mapping[str, float]]) -> int:
     """How many groups of ``size`` fit without one that spans nodes."""
-    return sum(_actors_on(node, asked) // size for node in nodes)
+    return sum(actors_on(node, asked) // size for node in nodes)
 
 
-def _actors_on(node: Mapping[str, float], asked: ActorResources) -> int:
+def actors_on(node: Mapping[str, float], asked: ActorResources) -> int:
     """How many such actors one node can host."""
     if not asked.amounts:
         return sys.maxsize
