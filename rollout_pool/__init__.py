@@ -31,6 +31,7 @@ _HOME = {
     "ActorStartError": "rollout_pool.errors",
     "ActorLostError": "rollout_pool.errors",
     "PoolClosedError": "rollout_pool.errors",
+    "QueueFullError": "rollout_pool.errors",
     "NoRoomError": "rollout_pool.errors",
     "WeightSyncError": "rollout_pool.errors",
     "WeightsLostError": "rollout_pool.errors",
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from rollout_pool.errors import NoRoomError as NoRoomError
     from rollout_pool.errors import OutputFileError as OutputFileError
     from rollout_pool.errors import PoolClosedError as PoolClosedError
+    from rollout_pool.errors import QueueFullError as QueueFullError
     from rollout_pool.errors import RequestError as RequestError
     from rollout_pool.errors import RolloutPoolError as RolloutPoolError
     from rollout_pool.errors import UnsupportedModelError as UnsupportedModelError

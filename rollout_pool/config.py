@@ -123,6 +123,13 @@ class PoolConfig(StrictModel):
     no room is not given up: the pool goes on with fewer until the cluster has room."""
     max_replays: int = Field(default=2, ge=0)
     """How often a group may be replayed after the loss of its actor before it fails."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """A group with a token of weights more than so many versions older than the present ones is not handed out
+    but drawn anew, at most ``max_replays`` times. None: no bound. A call may ask for another."""
+    max_queued_groups: int = Field(default=1_000_000, ge=1)
+    """Groups that may wait for an actor, of all callers together."""
+    stream_window: int = Field(default=64, ge=1)
+    """Finished groups of one stream that may wait to be taken; then no more of its groups start."""
     weight_transport: Literal["object_store", "gloo", "nccl"] = "object_store"
     """How new weights come from a trainer that is a Ray actor: through Ray's object store, or straight from
     its memory by Ray's tensor transport, then from a ``TensorTransportSource``."""

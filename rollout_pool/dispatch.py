@@ -14,14 +14,17 @@ from contextlib import asynccontextmanager
 from ray.exceptions import RayError, RayTaskError
 
 from rollout_pool.background import TaskSet
+from rollout_pool.fair_queue import WorkQueue
 from rollout_pool.ledger import Job, Ledger
-from rollout_pool.recovery import Member, one_line
-from rollout_pool.routing import WorkQueue, next_actor
+from rollout_pool.ray_errors import one_line
+from rollout_pool.recovery import Member
+from rollout_pool.room import Room
+from rollout_pool.routing import CallKey
 from rollout_pool.types import ResolvedRequest, RolloutGroup
 from rollout_pool.weight_sync.session import Policy
 
 ABORT_INTERVAL_S = 0.2
-"""Between two tries to abort groups that are in the way of new weights."""
+"""Between two tries to abort groups: an abortion may arrive before what it is meant for."""
 
 
 class Dispatcher:
@@ -45,6 +48,7 @@ class Dispatcher:
         self._lose = lose
         self._present_version = present_version
         self._queue = WorkQueue()
+        self._room = Room()
         self._running: dict[int, tuple[Job, Member]] = {}
         """Groups that an actor has, by ticket."""
         self._pause: Policy | None = None
@@ -55,37 +59,62 @@ class Dispatcher:
         """Groups that no actor has yet."""
         return len(self._queue)
 
-    def submit(self, requests: Iterable[ResolvedRequest]) -> list[Job]:
+    def submit(
+        self, requests: Iterable[ResolvedRequest], key: CallKey, on_finished: Callable[[Job], None]
+    ) -> list[Job]:
         """Open an account for every group, and send out what there is room for."""
-        jobs = [self._ledger.open(request) for request in requests]
+        jobs = [self._ledger.open(request, key, on_finished) for request in requests]
         for job in jobs:
             self._queue.push(job.work)
         self.dispatch()
         return jobs
 
+    def offer(self, member: Member) -> None:
+        """The load or the weights of this actor have changed."""
+        if self._members.get(member.name) is member:
+            self._room.update(member.load)
+        self.dispatch()
+
     def dispatch(self) -> None:
         """Send waiting groups out for as long as an actor has room, and the present weights."""
-        version = self._present_version()
-        while len(self._queue) and self._pause is None:
-            current = (member for member in self._members.values() if member.weight_version == version)
-            name = next_actor(member.load for member in current)
-            if name is None:
-                return
+        while self._queue.is_ready and self._pause is None and (member := self._least_loaded()) is not None:
             job = self._ledger.open_jobs[self._queue.pop().ticket]
-            member = self._members[name]
             member.load = member.load.on_submitted(job.work)
+            self._room.update(member.load)
             self._running[job.ticket] = (job, member)
-            self._tasks.start(self._run(job, member))
+            self._tasks.start(self._run(job, member, self._ledger.send(job)))
+
+    def hold(self, key: CallKey) -> None:
+        """Send nothing more of this call out: its caller does not take what there is."""
+        self._queue.hold(key)
+
+    def release(self, key: CallKey) -> None:
+        """Its caller does again."""
+        self._queue.release(key)
+        self.dispatch()
+
+    def restart(self, job: Job, max_staleness: int) -> None:
+        """Have a group drawn anew that is older than its caller wants."""
+        if self._ledger.may_restart(job, max_staleness):
+            self._queue.push(job.work)
+            self.dispatch()
+
+    def recall(self, jobs: Iterable[Job]) -> None:
+        """Let what is unfinished come back with what it has: at once, or when its actor has let it go."""
+        for job in jobs:
+            if self._ledger.is_unfinished(job):
+                job.is_recalled = True
+                if self._queue.discard(job.ticket):
+                    self._ledger.end_cancelled(job)
+        self._call_back(jobs)
 
     def abandon(self, jobs: Iterable[Job]) -> None:
         """Cancel what a caller who left had still open. Does nothing after a complete call."""
         for job in jobs:
-            if not self._ledger.is_open(job):
-                continue
-            self._ledger.cancel(job)
-            self._queue.discard(job.ticket)
-            if (member := self._members.get(job.actor or "")) is not None:
-                member.handle.abort.remote(job.ticket)
+            if self._ledger.is_open(job):
+                self._ledger.cancel(job)
+                self._queue.discard(job.ticket)
+        self._call_back(jobs)
 
     def clear(self) -> None:
         """Nothing that waits goes out any more."""
@@ -94,32 +123,39 @@ class Dispatcher:
     @asynccontextmanager
     async def stopped(self, policy: Policy) -> AsyncIterator[None]:
         """Within it no actor runs anything, unless the policy is to go on. See ``sync_weights``."""
-        if policy == "in_flight":
-            yield
-            return
-        self._pause = policy
+        if policy != "in_flight":
+            self._pause = policy
         try:
-            while self._running:
+            while self._running and policy != "in_flight":
                 self._is_idle.clear()
-                if policy == "abort":  # again and again: what was just sent may arrive after its abortion
-                    for job, member in self._running.values():
-                        member.handle.abort.remote(job.ticket)
+                if policy == "abort":
+                    self._abort(self._running)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._is_idle.wait(), ABORT_INTERVAL_S)
             yield
         finally:
             self._pause = None
+            for member in self._members.values():
+                self._room.update(member.load)
             self.dispatch()
 
-    async def _run(self, job: Job, member: Member) -> None:
-        """One group on one actor: delivered, or back in the queue when the actor is lost."""
-        job.actor = member.name
+    def _least_loaded(self) -> Member | None:
+        """The actor that gets the next group. None: none has room."""
+        while (name := self._room.least_loaded()) is not None:
+            member = self._members.get(name)
+            if member is not None and member.weight_version == self._present_version():
+                return member
+            self._room.remove(name)
+        return None
+
+    async def _run(self, job: Job, member: Member, attempt: int) -> None:
+        """One group on one actor: its result, or back in the queue when the actor is lost."""
         try:
             group = await member.handle.run.remote(job.for_engine())
-            if self._pause == "abort" and self._ledger.is_open(job) and not _has_begun(group):
+            if self._is_to_begin_anew(job, group):
                 self._queue.push(job.work)
             else:
-                self._ledger.deliver(job, group)
+                self._ledger.finish(job, attempt, group)
         except RayTaskError as error:  # the actor lives, and refused
             self._ledger.fail(job, f"{member.name}: {one_line(error.cause)}")
         except RayError as error:
@@ -130,9 +166,25 @@ class Dispatcher:
         if not self._running:
             self._is_idle.set()
         member.load = member.load.on_completed(job.work)
-        self.dispatch()
+        self.offer(member)
 
+    def _is_to_begin_anew(self, job: Job, group: RolloutGroup) -> bool:
+        """Whether new weights were in the way of a group that its caller wants, and it had not begun."""
+        has_begun = any(sample.token_ids.size for sample in group.samples)
+        wanted = self._ledger.is_unfinished(job) and not job.is_recalled
+        return wanted and group.is_cancelled and not has_begun
 
-def _has_begun(group: RolloutGroup) -> bool:
-    """Whether there is anything in it to deliver."""
-    return group.error is not None or any(sample.token_ids.size for sample in group.samples)
+    def _call_back(self, jobs: Iterable[Job]) -> None:
+        tickets = [job.ticket for job in jobs if job.ticket in self._running]
+        if tickets:
+            self._tasks.start(self._abort_until_gone(tickets))
+
+    async def _abort_until_gone(self, tickets: list[int]) -> None:
+        while tickets := [ticket for ticket in tickets if ticket in self._running]:
+            self._abort(tickets)
+            await asyncio.sleep(ABORT_INTERVAL_S)
+
+    def _abort(self, tickets: Iterable[int]) -> None:
+        for ticket in tickets:
+            job, member = self._running[ticket]
+            member.handle.abort.remote(job.ticket)

@@ -10,6 +10,7 @@
     ├── ActorStartError         a rollout actor did not come up within its deadline
     │   └── NoRoomError             the cluster had no room for it all the while
     ├── ActorLostError          a rollout actor died more often than the replays allowed
+    ├── QueueFullError          more groups would wait than a pool may hold
     ├── PoolClosedError         the pool was shut down
     ├── WeightSyncError         new weights were refused or did not arrive; the old ones go on
     ├── WeightsLostError        a pool was started again and lost the weights it had
@@ -65,6 +66,10 @@ class NoRoomError(ActorStartError):
 
 class ActorLostError(RolloutPoolError, RuntimeError):
     """A rollout actor died more often than ``PoolConfig.max_replays`` allows."""
+
+
+class QueueFullError(RolloutPoolError, RuntimeError):
+    """More groups would wait than ``PoolConfig.max_queued_groups`` allows; nothing of the call was taken."""
 
 
 class PoolClosedError(RolloutPoolError, RuntimeError):

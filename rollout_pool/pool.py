@@ -6,7 +6,6 @@ A driver starts one by :class:`rollout_pool.launch.RolloutPool`.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
@@ -16,14 +15,17 @@ from rollout_pool.actors.rollout_actor import ActorInfo
 from rollout_pool.actors.tensor_parallel import RankActors
 from rollout_pool.actors.weight_records import WeightReceipt
 from rollout_pool.background import TaskSet
+from rollout_pool.callers import Caller, Callers, by_caller, named_by_caller, stream_by_caller
+from rollout_pool.calls import Call, Calls
 from rollout_pool.config import PoolConfig
 from rollout_pool.dispatch import Dispatcher
-from rollout_pool.errors import PoolClosedError, RolloutPoolError
-from rollout_pool.ledger import Job, Ledger
+from rollout_pool.errors import PoolClosedError, RequestError, RolloutPoolError
+from rollout_pool.ledger import Ledger
 from rollout_pool.preflight import ActorResources
 from rollout_pool.ray_errors import one_line
 from rollout_pool.recovery import Crew, NewRanks
 from rollout_pool.requests import call_seed, resolve_requests
+from rollout_pool.terms import Rest, Terms, Unit
 from rollout_pool.types import PoolStats, Prompt, RolloutGroup, RolloutRequest, SamplingParams
 from rollout_pool.weight_sync.rank_calls import Kv
 from rollout_pool.weight_sync.session import Policy, WeightSync
@@ -45,7 +47,6 @@ class PoolActor:
         self, config: PoolConfig, resources: ActorResources, new_ranks: NewRanks | None = None
     ) -> None:
         self._config = config
-        self._calls = itertools.count()
         self._ledger = Ledger(config.max_replays)
         self._fault: RolloutPoolError | None = None
         self._tasks = TaskSet(on_error=self._on_background_error)
@@ -53,14 +54,14 @@ class PoolActor:
             config,
             new_ranks or partial(_rank_actors, config, resources),
             self._tasks,
-            on_room=lambda member: self._dispatcher.dispatch(),
+            on_room=lambda member: self._dispatcher.offer(member),
             on_exhausted=self._stop,
             joining=lambda *arguments: self._sync.joining(*arguments),
         )
         members, lose = self._crew.members, self._crew.lose
-        self._dispatcher = Dispatcher(
-            self._ledger, self._tasks, members, lose, present_version=lambda: self._sync.version
-        )
+        self._dispatcher = Dispatcher(self._ledger, self._tasks, members, lose, self._present_version)
+        self._calls = Calls(config, self._dispatcher, self._ledger, self._present_version)
+        self._callers = Callers(self._tasks)
         self._sync = WeightSync(members, self._tasks, lose, self._dispatcher.stopped, config.weight_transport)
         self._started = asyncio.Event()
         self._tasks.start(self._start())
@@ -75,39 +76,95 @@ class PoolActor:
         self._require_open()
         return sorted((member.info for member in self._crew.members.values()), key=lambda info: info.name)
 
+    @by_caller
     async def rollout(
         self,
         prompts: Iterable[Prompt | RolloutRequest],
         sampling: SamplingParams | None = None,
+        *,
+        take: int | None = None,
+        unit: Unit = "groups",
+        rest: Rest = "cancel",
+        max_staleness: int | None = None,
+        call_id: str | None = None,
+        caller: Caller | None = None,
     ) -> list[RolloutGroup]:
         """Run every prompt and return one group per prompt, in input order, whatever happens.
 
-        A prompt that cannot be served has a group with ``error`` and no samples. Raises
-        :class:`RequestError` only when ``prompts`` or ``sampling`` as a whole are not what they
-        should be. ``ray.cancel`` on the call cancels its groups.
-        """
-        jobs = await self._submit(prompts, sampling)
-        try:
-            return list(await asyncio.gather(*(job.done for job in jobs)))
-        finally:
-            self._dispatcher.abandon(jobs)
+        Args:
+            take: stop when so many groups, or groups with so many samples (``unit``), have finished without
+                error; by default none is stopped. The others have the ``error`` "cancelled".
+            rest: what becomes of those. ``cancel``: they have no samples. ``partial``: they have what there
+                is, ``finish_reason`` "aborted" where it was cut off, for ``RolloutRequest(resume=...)``.
+            max_staleness: over that of the configuration. A group with a token of weights that are more
+                versions older than those at the end of the call is drawn anew.
+            call_id: a name for this call, for :meth:`cancel`. Calls with one name share one turn.
+            caller: who calls; given by Ray's handle.
 
+        A prompt that cannot be served has a group with ``error`` and no samples. Raises
+        :class:`RequestError` only when an argument as a whole is not what it should be, and
+        :class:`QueueFullError`. ``ray.cancel`` on the call cancels its groups; so does a caller's end.
+        """
+        if caller is not None and caller.note:
+            await self._callers.hear(caller)
+            return []
+        call = self._open(Terms(take, unit, rest, max_staleness, call_id), caller, is_stream=False)
+        try:
+            await self._submit(call, prompts, sampling)
+            return await call.all()
+        finally:
+            self._close(call, caller)
+
+    @stream_by_caller
     async def stream(
         self,
         prompts: Iterable[Prompt | RolloutRequest],
         sampling: SamplingParams | None = None,
+        *,
+        take: int | None = None,
+        unit: Unit = "groups",
+        rest: Rest = "cancel",
+        max_staleness: int | None = None,
+        call_id: str | None = None,
+        caller: Caller | None = None,
     ) -> AsyncIterator[RolloutGroup]:
         """Like :meth:`rollout`, but yields each group when it finishes; ``index`` is its place.
 
-        ``ray.cancel`` on the generator cancels what remains. Only dropping it does not: Ray does
-        not tell the pool.
+        After ``take`` no more groups come, or with ``rest="partial"`` what there is of each. How old tokens
+        may be is judged when a group is yielded. When the caller is slow, no more than ``stream_window``
+        finished groups wait (see docs/streaming.md). What remains is cancelled by ``ray.cancel`` on the
+        generator, by dropping it, and when the caller ends.
         """
-        jobs = await self._submit(prompts, sampling)
+        if caller is not None and caller.note:
+            await self._callers.hear(caller)
+            return
+        call = self._open(Terms(take, unit, rest, max_staleness, call_id), caller, is_stream=True)
         try:
-            for finished in asyncio.as_completed([job.done for job in jobs]):
-                yield await finished
+            await self._submit(call, prompts, sampling)
+            async for group in call.groups():
+                yield group
         finally:
-            self._dispatcher.abandon(jobs)
+            self._close(call, caller)
+
+    @named_by_caller
+    async def cancel(
+        self,
+        request_id: str | int | None = None,
+        *,
+        call_id: str | None = None,
+        everyone: bool = False,
+        caller: Caller | None = None,
+    ) -> int:
+        """Cancel the unfinished groups whose callers named them ``request_id``, or of the call ``call_id``.
+
+        They return to their callers with the ``error`` "cancelled" and the samples there are. Ids may repeat:
+        all such groups of this process's calls are meant; with ``everyone``, of all callers' calls. Groups
+        without an id of their own are only found by their call. Returns how many were cancelled.
+        """
+        if request_id is None and call_id is None:
+            raise RequestError("cancel needs a request_id, a call_id, or both")
+        process = "" if caller is None else caller.process
+        return self._calls.cancel(request_id, call_id, None if everyone else process)
 
     async def sync_weights(
         self,
@@ -155,6 +212,8 @@ class PoolActor:
             cancelled=ledger.cancelled,
             in_flight=ledger.in_flight,
             replayed=ledger.replayed,
+            restarted=ledger.restarted,
+            dropped=ledger.dropped,
             queued=self._dispatcher.num_queued,
             actors_lost=self._crew.num_lost,
             num_actors=len(self._crew.members),
@@ -173,15 +232,28 @@ class PoolActor:
         """Ray calls this when the last handle is gone; placement groups would stay without it."""
         self._crew.close()
 
+    def _present_version(self) -> int:
+        return self._sync.version
+
+    def _open(self, terms: Terms, caller: Caller | None, *, is_stream: bool) -> Call:
+        call = self._calls.open(terms, caller.process if caller else "", is_stream=is_stream)
+        if caller is not None:
+            self._callers.attend(caller, call.leave)
+        return call
+
     async def _submit(
-        self, prompts: Iterable[Prompt | RolloutRequest], sampling: SamplingParams | None
-    ) -> list[Job]:
+        self, call: Call, prompts: Iterable[Prompt | RolloutRequest], sampling: SamplingParams | None
+    ) -> None:
         # Numbered on arrival, before any wait, so that the order of the calls decides.
-        seed = call_seed(self._config.seed, next(self._calls))
-        requests = resolve_requests(prompts, sampling, seed=seed)
+        requests = resolve_requests(prompts, sampling, seed=call_seed(self._config.seed, call.number))
         await self._started.wait()
         self._require_open()
-        return self._dispatcher.submit(requests)
+        self._calls.submit(call, requests)
+
+    def _close(self, call: Call, caller: Caller | None) -> None:
+        self._calls.close(call)
+        if caller is not None:
+            self._callers.over(caller)
 
     async def _start(self) -> None:
         try:

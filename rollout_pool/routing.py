@@ -1,21 +1,28 @@
 """Which group runs next, and where: plain records and pure functions, without Ray.
 
-The policy is for throughput. Groups go out longest expected first, so that the last ones to
-start are short; each goes whole to the actor with the fewest tokens left, and only while that
+The policy is for throughput. Groups of a call go out longest expected first, so that the last ones
+to start are short; each goes whole to the actor with the fewest tokens left, and only while that
 actor has less than a batch of samples plus a small lookahead, so that what waits stays free to
-go elsewhere.
+go elsewhere. Between callers, and between the calls of one, the next group comes from whoever has
+been given the fewest tokens.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Self
 
 LOOKAHEAD_FRACTION = 4
 """An actor may have ``num_slots / 4`` samples more than slots: enough to refill the slots that
 free up between two reports, few enough to leave the tail to whoever is idle."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallKey:
+    """Whose turn it is: who called, and which of that caller's calls it was."""
+
+    caller: str = ""
+    call: str | int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +32,7 @@ class GroupWork:
     ticket: int
     num_samples: int
     max_new_tokens: int
+    key: CallKey = CallKey()
 
     @property
     def tokens(self) -> int:
@@ -84,38 +92,3 @@ class ActorLoad:
     def on_progress(self, samples_ended: int) -> Self:
         """The load after the actor reported how many samples ended since it started."""
         return replace(self, reported_samples=max(self.reported_samples, samples_ended))
-
-
-def next_actor(loads: Iterable[ActorLoad]) -> str | None:
-    """The actor that gets the next group: least loaded by remaining tokens. None: all are full."""
-    ready = [load for load in loads if load.has_room]
-    if not ready:
-        return None
-    return min(ready, key=lambda load: (load.remaining_tokens, load.outstanding_samples, load.actor)).actor
-
-
-@dataclass(slots=True)
-class WorkQueue:
-    """Groups that no actor has yet: longest expected first, then by arrival."""
-
-    _heap: list[tuple[int, int]] = field(default_factory=list)
-    _waiting: dict[int, GroupWork] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def push(self, work: GroupWork) -> None:
-        """Add a group; one that comes back after a loss has its old ticket, hence its old place."""
-        self._waiting[work.ticket] = work
-        heapq.heappush(self._heap, (-work.tokens, work.ticket))
-
-    def pop(self) -> GroupWork:
-        """Take the next group. Raises IndexError when none waits."""
-        while True:
-            _, ticket = heapq.heappop(self._heap)
-            if (work := self._waiting.pop(ticket, None)) is not None:
-                return work
-
-    def discard(self, ticket: int) -> None:
-        """Forget a group that was cancelled, if it still waits."""
-        self._waiting.pop(ticket, None)

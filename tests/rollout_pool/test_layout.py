@@ -19,6 +19,7 @@ PACKAGES = ("rollout_pool", "actors", "kernels")
 RAY_USERS = (
     "launch",
     "pool",
+    "callers",
     "dispatch",
     "heartbeat",
     "pool_memory",
@@ -46,6 +47,7 @@ PUBLIC = {
     "OutputFileError",
     "PoolClosedError",
     "PoolConfig",
+    "QueueFullError",
     "RequestError",
     "RolloutGroup",
     "RolloutPool",
@@ -128,7 +130,7 @@ def test_the_foundation_needs_neither_torch_nor_the_rest() -> None:
 
 def test_parts_of_the_pool_do_not_import_it() -> None:
     for name, found in imports_of(
-        "dispatch", "routing", "recovery", "weight_sync", "ledger", "preflight"
+        "dispatch", "routing", "recovery", "weight_sync", "ledger", "preflight", "calls", "callers", "fair_queue"
     ).items():
         assert not {i for i in found if is_in(i, ("rollout_pool.pool", "rollout_pool.launch", "rollout_pool.cli"))}, name
 

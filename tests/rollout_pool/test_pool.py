@@ -142,7 +142,7 @@ def shut_down_in_flight(pool) -> None:
     pid = ray.get(pool.ready.remote())[0].pid
     largest = RolloutRequest("", SamplingParams(n=8, max_new_tokens=120))  # so it goes out first
     waiting = pool.rollout.remote(["a", "b", "c", largest], LONG)
-    while balance(pool).failed == 3 * len(FAULTS):
+    while balance(pool).in_flight < 4 or balance(pool).actors[0].failed == 2 * len(FAULTS):
         pass
     ray.get(pool.shutdown.remote(), timeout=30)
     groups = ray.get(waiting, timeout=30)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterable
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_pool.routing import ActorLoad, GroupWork, WorkQueue, next_actor
+from rollout_pool.fair_queue import WorkQueue
+from rollout_pool.room import Room
+from rollout_pool.routing import ActorLoad, GroupWork
 
 sizes = st.tuples(st.integers(1, 40), st.integers(1, 500))
 works = st.lists(sizes, max_size=30).map(
@@ -14,36 +17,11 @@ works = st.lists(sizes, max_size=30).map(
 )
 
 
-def drain(queue: WorkQueue) -> list[GroupWork]:
-    return [queue.pop() for _ in range(len(queue))]
-
-
-@given(works)
-def test_longest_expected_group_goes_first_and_equals_by_arrival(groups: list[GroupWork]) -> None:
-    queue = WorkQueue()
-    for work in groups:
-        queue.push(work)
-    longest_first = sorted(groups, key=lambda work: -work.num_samples * work.max_new_tokens)
-    assert drain(queue) == longest_first  # sorted is stable
-
-
-@given(works, st.data())
-def test_discarded_group_never_leaves_the_queue_and_a_returned_one_has_its_old_place(
-    groups: list[GroupWork], data: st.DataObject
-) -> None:
-    queue = WorkQueue()
-    for work in groups:
-        queue.push(work)
-    taken = {queue.pop() for _ in range(data.draw(st.integers(0, len(groups))))}
-    gone = {work for work in groups if data.draw(st.booleans())}
-    for work in gone:
-        queue.discard(work.ticket)
-    for work in taken - gone:
-        queue.push(work)
-    left = sorted((w for w in groups if w not in gone), key=lambda work: -work.tokens)
-    assert drain(queue) == left
-    with pytest.raises(IndexError):
-        queue.pop()
+def next_actor(loads: Iterable[ActorLoad]) -> str | None:
+    room = Room()
+    for load in loads:
+        room.update(load)
+    return room.least_loaded()
 
 
 def test_next_group_goes_to_the_least_loaded_by_remaining_tokens() -> None:
