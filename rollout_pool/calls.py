@@ -180,16 +180,21 @@ class Call:
 
 
 class Calls:
-    """All calls that a pool is answering."""
+    """All calls that a pool is answering, numbered from ``first``."""
 
     def __init__(
-        self, config: PoolConfig, dispatcher: Dispatcher, ledger: Ledger, present_version: Callable[[], int]
+        self,
+        config: PoolConfig,
+        dispatcher: Dispatcher,
+        ledger: Ledger,
+        present_version: Callable[[], int],
+        first: int = 0,
     ) -> None:
         self._config = config
         self._dispatcher, self._ledger = dispatcher, ledger
         self._present_version = present_version
         self._open: dict[int, Call] = {}
-        self._numbers = count()
+        self._numbers = count(first)
 
     def open(self, terms: Terms, caller: str, *, is_stream: bool) -> Call:
         """Take a call in. It is to be closed."""

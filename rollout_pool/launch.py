@@ -7,10 +7,12 @@ import warnings
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollout_pool.config import PoolConfig
 from rollout_pool.errors import ConfigError
 from rollout_pool.pool import PoolActor
+from rollout_pool.pool_memory import RayMemory
 from rollout_pool.preflight import check_paths, check_split, plan_actors, span_warning
 
 MAX_CALLS = 10_000
@@ -69,5 +71,15 @@ def _start_pool(config: PoolConfig, ray_options: dict[str, Any]) -> Any:
         warnings.warn(warning, stacklevel=3)
     # By its name it is seen whether a pool is gone whose placement groups are still there.
     name = {"name": f"rollout-pool-{uuid.uuid4().hex[:12]}"} if config.tensor_parallel_size > 1 else {}
-    options = {"num_cpus": 0, "max_concurrency": MAX_CALLS, **name, **ray_options}
-    return ray.remote(PoolActor).options(**options).remote(config, resources)
+    # Beside its driver, which the groups go to: a node that is lost then takes no pool from anyone else.
+    home = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    options = {
+        "num_cpus": 0,
+        "max_concurrency": MAX_CALLS,
+        "scheduling_strategy": home,
+        **name,
+        **ray_options,
+    }
+    is_detached = ray_options.get("lifetime") == "detached"
+    start = ray.remote(PoolActor).options(**options).remote
+    return start(config, resources, memory=RayMemory(), is_detached=is_detached)

@@ -6,11 +6,13 @@ A driver starts one by :class:`rollout_pool.launch.RolloutPool`.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from typing import Any
 
+from rollout_pool.actors.placement import release_own
 from rollout_pool.actors.rollout_actor import ActorInfo
 from rollout_pool.actors.tensor_parallel import RankActors
 from rollout_pool.actors.weight_records import WeightReceipt
@@ -21,6 +23,7 @@ from rollout_pool.config import PoolConfig
 from rollout_pool.dispatch import Dispatcher
 from rollout_pool.errors import PoolClosedError, RequestError, RolloutPoolError
 from rollout_pool.ledger import Ledger
+from rollout_pool.pool_memory import PoolMemory, PoolPast
 from rollout_pool.preflight import ActorResources
 from rollout_pool.ray_errors import one_line
 from rollout_pool.recovery import Crew, NewRanks
@@ -32,6 +35,11 @@ from rollout_pool.weight_sync.session import Policy, WeightSync
 
 logger = logging.getLogger(__name__)
 
+CALLS_PER_PROCESS = 1 << 32
+"""A pool whose process is killed goes on numbering its calls above any number that was used: the seeds of
+calls that bring none come from it."""
+CLOSED = "the pool was shut down"
+
 
 def _rank_actors(config: PoolConfig, asked: ActorResources, name: str) -> RankActors:
     return RankActors(config, name, asked.amounts, threads=asked.threads, device=asked.device)
@@ -40,13 +48,26 @@ def _rank_actors(config: PoolConfig, asked: ActorResources, name: str) -> RankAc
 class PoolActor:
     """The queue, its callers and its actors. Every method is called through Ray, by many at once.
 
-    new_ranks: makes the processes of an engine; by default Ray actors with ``resources`` each.
+    new_ranks: makes the processes of an engine; by default Ray actors with ``resources`` each. memory: of
+    earlier processes of this pool. is_detached: whether it outlives its driver.
     """
 
     def __init__(
-        self, config: PoolConfig, resources: ActorResources, new_ranks: NewRanks | None = None
+        self,
+        config: PoolConfig,
+        resources: ActorResources,
+        new_ranks: NewRanks | None = None,
+        *,
+        memory: PoolMemory | None = None,
+        is_detached: bool = False,
     ) -> None:
         self._config = config
+        self._memory = memory
+        past = memory.read() if memory is not None else PoolPast()
+        first_call = past.num_starts * CALLS_PER_PROCESS
+        past = dataclasses.replace(past, num_starts=past.num_starts + 1)
+        if memory is not None:
+            memory.write(past)
         self._ledger = Ledger(config.max_replays)
         self._fault: RolloutPoolError | None = None
         self._tasks = TaskSet(on_error=self._on_background_error)
@@ -60,9 +81,19 @@ class PoolActor:
         )
         members, lose = self._crew.members, self._crew.lose
         self._dispatcher = Dispatcher(self._ledger, self._tasks, members, lose, self._present_version)
-        self._calls = Calls(config, self._dispatcher, self._ledger, self._present_version)
+        self._calls = Calls(config, self._dispatcher, self._ledger, self._present_version, first_call)
         self._callers = Callers(self._tasks)
-        self._sync = WeightSync(members, self._tasks, lose, self._dispatcher.stopped, config.weight_transport)
+        self._sync = WeightSync(
+            members,
+            self._tasks,
+            lose,
+            self._dispatcher.stopped,
+            config.weight_transport,
+            keeps_copies=is_detached,
+            past=past,
+            remember=memory.write if memory is not None else None,
+        )
+        self._syncing: set[asyncio.Task[Any]] = set()
         self._started = asyncio.Event()
         self._tasks.start(self._start())
 
@@ -73,7 +104,7 @@ class PoolActor:
         :class:`ActorStartError` at the latest after ``start_timeout_s``.
         """
         await self._started.wait()
-        self._require_open()
+        self._raise_fault()
         return sorted((member.info for member in self._crew.members.values()), key=lambda info: info.name)
 
     @by_caller
@@ -194,8 +225,17 @@ class PoolActor:
         does not fit; it names the tensors, and the present weights go on. Syncs run one after the other.
         """
         await self._started.wait()
-        self._require_open()
-        return await self._sync.run(source, version, policy, kv, timeout_s)
+        self._raise_fault()
+        syncing = asyncio.current_task()
+        assert syncing is not None
+        self._syncing.add(syncing)
+        try:
+            return await self._sync.run(source, version, policy, kv, timeout_s)
+        except asyncio.CancelledError:
+            self._raise_fault()  # by the pool, which ended, if not by the caller
+            raise
+        finally:
+            self._syncing.discard(syncing)
 
     async def num_actors(self) -> int:
         """How many actors are up and serve."""
@@ -226,7 +266,9 @@ class PoolActor:
 
         Later calls of ``rollout``, ``stream`` and ``ready`` raise :class:`PoolClosedError`.
         """
-        self._stop(PoolClosedError("the pool was shut down"))
+        self._stop(PoolClosedError(CLOSED))
+        if self._memory is not None:
+            await asyncio.to_thread(self._memory.write, dataclasses.replace(self._sync.past, is_closed=True))
 
     def __ray_shutdown__(self) -> None:
         """Ray calls this when the last handle is gone; placement groups would stay without it."""
@@ -257,6 +299,10 @@ class PoolActor:
 
     async def _start(self) -> None:
         try:
+            if self._sync.past.is_closed:
+                raise PoolClosedError(CLOSED)
+            if self._sync.past.num_starts > 1:
+                release_own()
             await self._crew.start()
         except RolloutPoolError as error:
             self._stop(error)
@@ -267,12 +313,19 @@ class PoolActor:
         """Take no more work, because of ``fault``. The first one stays."""
         self._fault = self._fault or fault
         self._tasks.cancel_all()
+        for syncing in self._syncing:
+            syncing.cancel()
         self._crew.close()
         self._dispatcher.clear()
         self._ledger.cancel_all(str(self._fault))
         self._started.set()
 
     def _require_open(self) -> None:
+        """Raise unless groups can be rolled out, with the weights that the callers believe it has."""
+        self._raise_fault()
+        self._sync.require_present()
+
+    def _raise_fault(self) -> None:
         if self._fault is not None:
             raise self._fault.with_traceback(None)  # one instance for all callers
 

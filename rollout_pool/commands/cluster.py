@@ -11,6 +11,14 @@ from typing import Any
 from rollout_pool.errors import ActorStartError, ConfigError, RolloutPoolError, one_line
 
 
+class PoolLostError(RolloutPoolError):
+    """The pool's process ended. ``is_final``: Ray starts no other."""
+
+    def __init__(self, message: str, *, is_final: bool) -> None:
+        super().__init__(message)
+        self.is_final = is_final
+
+
 @contextmanager
 def ray_cluster(address: str | None, *, verbose: bool = False) -> Iterator[None]:
     """Connect to a Ray cluster, or start one on this machine, until the block ends.
@@ -48,9 +56,12 @@ def ray_cluster(address: str | None, *, verbose: bool = False) -> Iterator[None]
 
 
 def get(ref: Any, timeout: float | None = None) -> Any:
-    """``ray.get`` whose errors are those of :mod:`rollout_pool.errors`, with one-line messages."""
+    """``ray.get`` whose errors are those of :mod:`rollout_pool.errors`, with one-line messages.
+
+    Raises :class:`PoolLostError` when the pool itself is the matter.
+    """
     import ray
-    from ray.exceptions import RayError, RayTaskError
+    from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
     try:
         return ray.get(ref, timeout=timeout)
@@ -60,4 +71,5 @@ def get(ref: Any, timeout: float | None = None) -> Any:
         raise
     except RayError as error:
         reason = " ".join(str(error).split())[:300]
-        raise RolloutPoolError(f"the pool was lost: {reason}") from None
+        is_final = not isinstance(error, ActorUnavailableError)
+        raise PoolLostError(f"the pool was lost: {reason}", is_final=is_final) from None

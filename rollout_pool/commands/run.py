@@ -4,34 +4,29 @@ Prompts are JSONL or plain text with one prompt per line, from a file or standar
 line is a string, a list of token ids, a list of chat messages, or an object with prompt, messages or
 prompt_token_ids and, if wanted, request_id, seed, sampling, sample_offset and metadata.
 The output is JSONL or Parquet by its ending. A stopped run leaves whole lines only; --resume keeps
-them, runs what is missing and tries failed groups again. What happened when is written next to it, in
-NAME.trace.jsonl, for rollout-pool report. Exit status: 0 every group has its samples,
+them, runs what is missing and tries failed groups again. Processes that are lost meanwhile are replaced,
+the pool's own included, and what they had runs again, to the same results. What happened when is written
+next to the output, in NAME.trace.jsonl, for rollout-pool report. Exit status: 0 every group has its samples,
 1 some groups failed, 2 a mistake in what was given, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rollout_pool.errors import ConfigError, RolloutPoolError
 
 if TYPE_CHECKING:
     from rollout_pool.commands.progress import Progress
-    from rollout_pool.commands.summary import Summary
     from rollout_pool.output import OutputFile
     from rollout_pool.prompt_file import PromptLine
     from rollout_pool.run_config import RunConfig
     from rollout_pool.trace import TraceFile
-
-POLL_S = 0.5
-STATS_INTERVAL_S = 1.0
 
 # option, key of the configuration, type
 _OVERRIDES: tuple[tuple[str, str, type], ...] = (
@@ -142,73 +137,10 @@ def _roll_out(
     progress: Progress,
     trace: TraceFile,
 ) -> None:
-    from rollout_pool.commands.cluster import get, ray_cluster
-    from rollout_pool.commands.summary import Summary
+    from rollout_pool.commands.cluster import ray_cluster
 
-    todo = [line for line in prompts if line.index not in output.done]
     progress.say(f"starting {config.num_actors} rollout actor(s) with {config.model}")
     with ray_cluster(args.ray_address, verbose=args.verbose):
-        from rollout_pool.launch import RolloutPool
+        from rollout_pool.commands.pool_run import PoolRun
 
-        pool = RolloutPool.remote(config.pool)
-        try:
-            actors = get(pool.ready.remote())
-            trace.add_actors(actors)
-            devices = ", ".join(sorted({f"{actor.device} x {actor.threads} threads" for actor in actors}))
-            progress.say(f"rolling out {len(todo)} prompts on {len(actors)} actor(s): {devices}")
-            summary = Summary()
-            _stream(pool, todo, output, progress, trace, summary)
-            stats = get(pool.stats.remote())
-            trace.add_stats(stats)
-            trace.end()
-            summary.finish(stats)
-            progress.update(stats)
-            for line in summary.lines():
-                progress.say(line)
-            if trace.fault is not None:
-                progress.say(trace.fault)
-        finally:
-            _shut_down(pool)
-
-
-def _stream(
-    pool: Any,
-    todo: Sequence[PromptLine],
-    output: OutputFile,
-    progress: Progress,
-    trace: TraceFile,
-    summary: Summary,
-) -> None:
-    """Write each group when it finishes, and ask the pool for its counters meanwhile."""
-    import ray
-
-    from rollout_pool.commands.cluster import get
-
-    groups = pool.stream.remote([line.request for line in todo])
-    stats, asked_at = None, 0.0
-    while True:
-        ready, _ = ray.wait([groups], timeout=POLL_S)
-        if ready:
-            try:
-                group = get(next(groups))
-            except StopIteration:
-                return
-            line = todo[group.index]
-            output.append(line, group)
-            trace.add_group(group.replace(index=line.index))
-            summary.add(line, group)
-            progress.add_group()
-        if stats is None and time.monotonic() - asked_at >= STATS_INTERVAL_S:
-            stats, asked_at = pool.stats.remote(), time.monotonic()
-        elif stats is not None and ray.wait([stats], timeout=0)[0]:
-            counters = get(stats)
-            progress.update(counters)
-            trace.add_stats(counters)
-            stats = None
-
-
-def _shut_down(pool: Any) -> None:
-    from rollout_pool.commands.cluster import get
-
-    with contextlib.suppress(RolloutPoolError):  # lost before: Ray ends its processes with ours
-        get(pool.shutdown.remote(), timeout=10)
+        PoolRun(config, output, progress, trace).roll_out(prompts)

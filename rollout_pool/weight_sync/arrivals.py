@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
+import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
@@ -13,8 +14,10 @@ from rollout_pool.actors.weight_records import Manifest
 from rollout_pool.errors import ConfigError, RolloutPoolError, WeightSyncError
 
 
-async def arrivals(source: Any) -> AsyncGenerator[Any, None]:
+async def arrivals(source: Any, *, as_copies: bool = False) -> AsyncGenerator[Any, None]:
     """Ray references to buckets, and at last the :class:`Manifest` itself.
+
+    as_copies: of buckets that this process does not own, and that would go with the one that does.
 
     source: a :class:`~rollout_pool.weight_sync.shipment.Shipment`; the handle of a trainer that is a
     :class:`~rollout_pool.weight_sync.trainer.WeightSource`, or of each of its ranks; a checkpoint's path; a
@@ -31,7 +34,7 @@ async def arrivals(source: Any) -> AsyncGenerator[Any, None]:
             yield item
     elif hasattr(source, "manifest") and hasattr(source, "buckets"):
         for reference in source.buckets:
-            yield reference
+            yield await asyncio.to_thread(ray.put, await reference) if as_copies else reference
         yield source.manifest
     else:
         raise ConfigError(

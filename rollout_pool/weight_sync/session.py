@@ -19,7 +19,14 @@ from ray.exceptions import RayError, RayTaskError
 
 from rollout_pool.actors.weight_records import Manifest, WeightReceipt
 from rollout_pool.background import TaskSet
-from rollout_pool.errors import ActorStartError, ConfigError, RolloutPoolError, WeightSyncError
+from rollout_pool.errors import (
+    ActorStartError,
+    ConfigError,
+    RolloutPoolError,
+    WeightsLostError,
+    WeightSyncError,
+)
+from rollout_pool.pool_memory import PoolPast
 from rollout_pool.weight_sync.arrivals import arrivals
 from rollout_pool.weight_sync.rank_calls import Kv, Update, install, lives, reason, write
 
@@ -43,7 +50,8 @@ class WeightSync:
 
     members: those that serve, by name. lose: tells that one is of no use. stopped: keeps the members from
     running samples for as long as its context lasts, by a policy. transport: of weights from a trainer that
-    is an actor.
+    is an actor. keeps_copies: of what others put into the object store, which goes when they end. past: what
+    the pool had before this process. remember: keeps that for the next one, in a while.
     """
 
     def __init__(
@@ -53,6 +61,10 @@ class WeightSync:
         lose: Callable[[Member, str], None],
         stopped: Callable[[Policy], AbstractAsyncContextManager[None]],
         transport: Transport,
+        *,
+        keeps_copies: bool = False,
+        past: PoolPast | None = None,
+        remember: Callable[[PoolPast], None] | None = None,
     ) -> None:
         self.version = 0
         self._members = members
@@ -60,10 +72,21 @@ class WeightSync:
         self._lose = lose
         self._stopped = stopped
         self._transport = transport
+        self._keeps_copies = keeps_copies
+        self.past = past or PoolPast()
+        self._remember = remember
         self._lock = asyncio.Lock()
         self._full: Update | None = None
         self._adapters: Update | None = None
         """On top of the full update."""
+
+    def require_present(self) -> None:
+        """Raise :class:`WeightsLostError` when an earlier process had newer weights than the actors have."""
+        if self.version < self.past.weight_version:
+            raise WeightsLostError(
+                f"the pool was started again and has the checkpoint only; the weights of version "
+                f"{self.past.weight_version} are lost: call sync_weights"
+            )
 
     async def run(
         self, source: Any, version: int | None, policy: Policy, kv: Kv, timeout_s: float
@@ -75,8 +98,12 @@ class WeightSync:
             async with asyncio.timeout(timeout_s) as deadline, self._lock:
                 wanted = self._next(version)
                 update = await self._stage(source, wanted)
+                past = self._after(update)
                 async with self._stopped(policy):
+                    if self._remember is not None:
+                        await asyncio.to_thread(self._remember, past)
                     deadline.reschedule(None)  # from here on there is no way back
+                    self.past = past
                     return await self._commit(update, kv)
         except TimeoutError:
             raise WeightSyncError(
@@ -107,15 +134,26 @@ class WeightSync:
             yield self.version
 
     def _next(self, version: int | None) -> int:
+        present = max(self.version, self.past.weight_version)
         if version is None:
-            return self.version + 1
+            return present + 1
         if isinstance(version, bool) or not isinstance(version, int):
             raise ConfigError(f"version: must be an integer, got {version!r}")
-        if version <= self.version:
+        if version <= present:
+            had = "has" if present == self.version else "had before it was started again"
             raise WeightSyncError(
-                f"version {version} is not above {self.version}, which the pool has; nothing was changed"
+                f"version {version} is not above {present}, which the pool {had}; nothing was changed"
             )
         return version
+
+    def _after(self, update: Update) -> PoolPast:
+        past, is_full = self.past, update.manifest.is_full
+        if self.version < past.weight_version and past.is_full and not is_full:
+            raise WeightSyncError(
+                f"version {update.version} holds adapters only, and what they belong to was lost when the "
+                "pool was started again; sync all weights first"
+            )
+        return dataclasses.replace(past, weight_version=update.version, is_full=past.is_full or is_full)
 
     async def _stage(self, source: Any, version: int) -> Update:
         """Bring an update to all ranks, and have them check it."""
@@ -145,7 +183,7 @@ class WeightSync:
 
     def _arrivals(self, source: Any, is_kept: bool) -> AsyncGenerator[Any, None]:
         if is_kept or self._transport == "object_store":
-            return arrivals(source)
+            return arrivals(source, as_copies=self._keeps_copies)
         from rollout_pool.weight_sync.transport import transported
 
         receivers = [rank for member in self._members.values() for rank in member.ranks.handles]
@@ -187,9 +225,12 @@ class WeightSync:
         written: asyncio.Future[list[WeightReceipt]] = asyncio.get_running_loop().create_future()
 
         async def go_through() -> None:
-            receipts = await self._write(update, kv)
-            if not written.done():
-                written.set_result(receipts)
+            try:
+                receipts = await self._write(update, kv)
+                if not written.done():
+                    written.set_result(receipts)
+            finally:
+                written.cancel()  # the pool is ending, or failed: nobody may wait on
 
         self._tasks.start(go_through())
         try:

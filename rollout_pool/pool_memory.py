@@ -1,0 +1,56 @@
+"""What a pool remembers when its process is killed and Ray starts another: kept in Ray's own store.
+
+A new process starts from the checkpoint. It must know that it is not the first, or it would draw once more
+what its predecessor drew; and that there had been newer weights, or it would serve the old ones in silence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Protocol
+
+import ray
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+
+NAMESPACE = b"rollout-pool"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPast:
+    """What was before this process, or is to be told to the next."""
+
+    num_starts: int = 0
+    """Processes of this pool so far."""
+    weight_version: int = 0
+    """Of the last weights that it was to have; 0: those that actors load."""
+    is_full: bool = False
+    """Whether any update so far was more than adapters."""
+    is_closed: bool = False
+    """It was shut down."""
+
+
+class PoolMemory(Protocol):
+    """Where a pool's past is kept."""
+
+    def read(self) -> PoolPast:
+        """Nothing, in the first process."""
+
+    def write(self, past: PoolPast) -> None:
+        """It is kept when this returns, which may take a while."""
+
+
+class RayMemory:
+    """In Ray's key-value store, under the pool's id as an actor, which does not change with its process."""
+
+    def read(self) -> PoolPast:
+        kept = _internal_kv_get(_key(), namespace=NAMESPACE)
+        return PoolPast(**json.loads(kept)) if kept else PoolPast()
+
+    def write(self, past: PoolPast) -> None:
+        _internal_kv_put(_key(), json.dumps(dataclasses.asdict(past)), namespace=NAMESPACE)
+
+
+def _key() -> str:
+    return str(ray.get_runtime_context().get_actor_id())
