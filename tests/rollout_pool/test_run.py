@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from rollout_pool.cli import main
@@ -96,6 +98,36 @@ def test_a_killed_run_resumes_to_the_same_file(folder: Path, whole: list[bytes])
     after = (folder / "killed.jsonl").read_bytes()
     assert after.startswith(left)
     assert sorted(after.splitlines()) == whole
+
+
+def pool_process(run: subprocess.Popen[bytes], other_than: int = 0) -> int:
+    """The process of a run's pool, once there is one."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        for child in psutil.Process(run.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if child.pid != other_than and "PoolActor" in " ".join(child.cmdline()):
+                    return child.pid
+        time.sleep(0.1)
+    raise AssertionError("there is no pool")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_when_its_pools_process_hangs_and_when_it_is_killed(
+    folder: Path, whole: list[bytes]
+) -> None:
+    output = folder / "lost.jsonl"
+    process = start(folder, "lost.jsonl", "--num-actors", "2", "--set", "heartbeat_timeout_s=5")
+    wait_for_lines(output, 3, process)
+    hanging = pool_process(process)
+    os.kill(hanging, signal.SIGSTOP)
+    wait_for_lines(output, output.read_bytes().count(b"\n") + 1, process)
+    os.kill(pool_process(process, other_than=hanging), signal.SIGKILL)
+    _, errors = process.communicate(timeout=180)
+    assert process.returncode == 1  # for the empty prompt
+    assert b"the pool gave no answer for 5 s and is ended" in errors
+    assert errors.count(b"another process takes over") >= 2
+    assert sorted(output.read_bytes().splitlines()) == whole
 
 
 @pytest.mark.slow
