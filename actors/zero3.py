@@ -41,7 +41,8 @@ def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
 
 def held_bytes(parameter: torch.Tensor) -> int:
     """Bytes that this process holds of a parameter between forwards: its part of a partitioned one."""
-    part = getattr(parameter, "ds_tensor", parameter)
+    part = getattr(parameter, "ds_tensor", parameter)  # ZeRO-3's
+    part = part.to_local() if hasattr(part, "to_local") else part  # a tensor-parallel rank's
     return int(part.nbytes)
 
 
