@@ -19,6 +19,9 @@ _HOME = {
     "RolloutGroup": "rollout_pool.types",
     "Sample": "rollout_pool.types",
     "Engine": "rollout_pool.actors.engine",
+    "oversample": "rollout_pool.oversampling",
+    "stream_prompts": "rollout_pool.oversampling",
+    "Oversampled": "rollout_pool.oversampling",
     "verify": "rollout_pool.verification",
     "Verification": "rollout_pool.verification",
     "RolloutPoolError": "rollout_pool.errors",
@@ -60,6 +63,9 @@ if TYPE_CHECKING:
     from rollout_pool.errors import WeightsLostError as WeightsLostError
     from rollout_pool.errors import WeightSyncError as WeightSyncError
     from rollout_pool.launch import RolloutPool as RolloutPool
+    from rollout_pool.oversampling import Oversampled as Oversampled
+    from rollout_pool.oversampling import oversample as oversample
+    from rollout_pool.oversampling import stream_prompts as stream_prompts
     from rollout_pool.types import RolloutGroup as RolloutGroup
     from rollout_pool.types import RolloutRequest as RolloutRequest
     from rollout_pool.types import Sample as Sample

@@ -21,6 +21,7 @@ RAY_USERS = (
     "pool",
     "callers",
     "dispatch",
+    "oversampling",
     "heartbeat",
     "pool_memory",
     "ray_errors",
@@ -45,6 +46,7 @@ PUBLIC = {
     "InputFileError",
     "NoRoomError",
     "OutputFileError",
+    "Oversampled",
     "PoolClosedError",
     "PoolConfig",
     "QueueFullError",
@@ -61,6 +63,8 @@ PUBLIC = {
     "WeightSyncError",
     "WeightsLostError",
     "__version__",
+    "oversample",
+    "stream_prompts",
     "verify",
 }
 
@@ -130,9 +134,19 @@ def test_the_foundation_needs_neither_torch_nor_the_rest() -> None:
 
 def test_parts_of_the_pool_do_not_import_it() -> None:
     for name, found in imports_of(
-        "dispatch", "routing", "recovery", "weight_sync", "ledger", "preflight", "calls", "callers", "fair_queue"
+        "dispatch",
+        "routing",
+        "recovery",
+        "weight_sync",
+        "ledger",
+        "preflight",
+        "calls",
+        "callers",
+        "fair_queue",
     ).items():
-        assert not {i for i in found if is_in(i, ("rollout_pool.pool", "rollout_pool.launch", "rollout_pool.cli"))}, name
+        assert not {
+            i for i in found if is_in(i, ("rollout_pool.pool", "rollout_pool.launch", "rollout_pool.cli"))
+        }, name
 
 
 def test_an_adapter_knows_its_own_library_and_none_of_the_others() -> None:
