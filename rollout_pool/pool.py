@@ -6,6 +6,7 @@ A driver starts one by :class:`rollout_pool.launch.RolloutPool`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 from collections.abc import AsyncIterator, Iterable
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 CALLS_PER_PROCESS = 1 << 32
 """A pool whose process is killed goes on numbering its calls above any number that was used: the seeds of
 calls that bring none come from it."""
+MEMORY_TIMEOUT_S = 10.0
 CLOSED = "the pool was shut down"
 
 
@@ -268,7 +270,9 @@ class PoolActor:
         """
         self._stop(PoolClosedError(CLOSED))
         if self._memory is not None:
-            await asyncio.to_thread(self._memory.write, dataclasses.replace(self._sync.past, is_closed=True))
+            past = dataclasses.replace(self._sync.past, is_closed=True)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.to_thread(self._memory.write, past), MEMORY_TIMEOUT_S)
 
     def __ray_shutdown__(self) -> None:
         """Ray calls this when the last handle is gone; placement groups would stay without it."""
