@@ -194,7 +194,7 @@ class Crew:
 
     def _notice(self, name: str, ranks: RankActors) -> None:
         if ranks.stage != "loading":
-            logger.warning("%s waits for room: it needs %s", name, ranks.needs())
+            logger.warning("%s has no process yet; it needs %s", name, ranks.needs())
 
     def _why_not_scheduled(self, ranks: RankActors) -> str:
         config = self._config
