@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import rollout_pool
-from rollout_pool.commands import fetch_demo_model, run, validate_tp, verify
+from rollout_pool.commands import fetch_demo_model, report, run, validate_tp, verify
 from rollout_pool.errors import ConfigError, InputFileError, OutputFileError, RequestError, RolloutPoolError
 
 _MISTAKES = (ConfigError, InputFileError, OutputFileError, RequestError)
 _COMMANDS = {
     "run": run,
     "verify": verify,
+    "report": report,
     "validate-tp": validate_tp,
     "fetch-demo-model": fetch_demo_model,
 }

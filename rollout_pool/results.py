@@ -16,16 +16,26 @@ def read_groups(path: str | Path) -> Iterator[RolloutGroup]:
 
     Raises :class:`InputFileError` with the line at fault.
     """
+    for _, group in read_records(path):
+        yield group
+
+
+def read_records(path: str | Path, *, may_grow: bool = False) -> Iterator[tuple[Record, RolloutGroup]]:
+    """Each record of a JSONL or Parquet file, and the group that it holds, as :func:`read_groups`.
+
+    may_grow: a run may be writing the file now, so a last line without an end is left out.
+    """
     path = Path(path)
     if not path.is_file():
         raise InputFileError(f"there is no file {path}; name what rollout-pool run wrote")
     if path.suffix == ".parquet":
-        for _, group in parquet_groups(path):
-            yield group
+        yield from parquet_groups(path)
         return
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             where = f"{path}, line {number}"
+            if may_grow and not raw.endswith(b"\n"):
+                return
             try:
                 record = json.loads(raw)
             except ValueError:
@@ -33,7 +43,7 @@ def read_groups(path: str | Path) -> Iterator[RolloutGroup]:
                 if not raw.endswith(b"\n"):
                     torn = "; it is cut off, so resume that run"
                 raise InputFileError(f"{where}: not valid JSON{torn}") from None
-            yield _group(record, where)
+            yield record, _group(record, where)
 
 
 def parquet_groups(path: Path) -> Iterator[tuple[Record, RolloutGroup]]:
