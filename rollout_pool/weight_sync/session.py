@@ -103,7 +103,6 @@ class WeightSync:
                     if self._remember is not None:
                         await asyncio.to_thread(self._remember, past)
                     deadline.reschedule(None)  # from here on there is no way back
-                    self.past = past
                     return await self._commit(update, kv)
         except TimeoutError:
             raise WeightSyncError(
@@ -245,7 +244,7 @@ class WeightSync:
         return receipts
 
     async def _write(self, update: Update, kv: Kv) -> list[WeightReceipt]:
-        self.version = update.version
+        self.past, self.version = self._after(update), update.version
         if update.manifest.is_full:
             self._full, self._adapters = update, None
         else:
