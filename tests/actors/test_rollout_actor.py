@@ -158,9 +158,17 @@ def test_shutdown_returns_unfinished_groups_failed_and_refuses_more(tiny_model_d
     asyncio.run(run())
 
 
-def test_process_exits_when_the_engine_fails(tiny_model_dir: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("actor._engine.call(lambda engine: setattr(engine, 'step', None))", "TypeError: 'NoneType' object"),
+        ("actor._engine.submit(request, lambda group: sys.exit('a callback'))", "SystemExit: a callback"),
+    ],
+    ids=["in a step", "in a callback"],
+)
+def test_process_exits_when_its_engines_thread_fails(tiny_model_dir: str, fault: str, error: str) -> None:
     program = f"""
-        import asyncio
+        import asyncio, sys
         from rollout_pool import EngineConfig, PoolConfig
         from rollout_pool.actors.rollout_actor import RolloutActor
         from rollout_pool.requests import resolve_requests
@@ -169,8 +177,10 @@ def test_process_exits_when_the_engine_fails(tiny_model_dir: str) -> None:
             config = PoolConfig(model={tiny_model_dir!r}, engine=EngineConfig(num_slots=2, max_length=128))
             actor = RolloutActor(config, "actor-7", threads=1, device="cpu")
             await actor.ready()
-            actor._engine.call(lambda engine: setattr(engine, "step", None))
-            await actor.run(resolve_requests([[5]], None, seed=0)[0])
+            request = resolve_requests([[5]], None, seed=0)[0]
+            {fault}
+            await actor.run(request)
+            await asyncio.sleep(60)
 
         asyncio.run(main())
     """
@@ -183,7 +193,7 @@ def test_process_exits_when_the_engine_fails(tiny_model_dir: str) -> None:
     )
     assert ended.returncode == 1
     assert "the engine of actor-7 failed; its process exits" in ended.stderr
-    assert "TypeError: 'NoneType' object is not callable" in ended.stderr
+    assert error in ended.stderr
 
 
 def test_checkout_leaves_the_path_and_nothing_else_does(
