@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import rollout_pool
-from rollout_pool.commands import fetch_demo_model, report, run, validate_tp, verify
+from rollout_pool.commands import fetch_demo_model, report, run, simulate, validate_tp, verify
 from rollout_pool.errors import ConfigError, InputFileError, OutputFileError, RequestError, RolloutPoolError
 
 _MISTAKES = (ConfigError, InputFileError, OutputFileError, RequestError)
@@ -18,6 +18,7 @@ _COMMANDS = {
     "verify": verify,
     "report": report,
     "validate-tp": validate_tp,
+    "simulate": simulate,
     "fetch-demo-model": fetch_demo_model,
 }
 

@@ -27,6 +27,7 @@ RAY_USERS = (
     "ray_errors",
     "recovery",
     "weight_sync",
+    "simulation",
     "actors.node_process",
     "actors.placement",
     "actors.tensor_parallel",

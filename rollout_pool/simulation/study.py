@@ -1,0 +1,95 @@
+"""One policy on one number of actors, and what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollout_pool.config import EngineConfig, PoolConfig
+from rollout_pool.simulation.clock import run_virtually
+from rollout_pool.simulation.cluster import Cluster
+from rollout_pool.simulation.latency import Latency
+from rollout_pool.simulation.policies import POLICIES, Work
+from rollout_pool.types import RolloutGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Times are virtual seconds from the call on, but for the driver's."""
+
+    policy: str
+    num_actors: int
+    num_groups: int
+    new_tokens: int
+    """Of the groups that were asked for."""
+    makespan_s: float
+    p95_s: float
+    """When 95% of the groups were back."""
+    tail_s: float
+    """From the first actor that has nothing left to do, to the end."""
+    utilisation: float
+    """Slots with a live row in a decode step, over all slots until the end."""
+    tokens_per_s: float
+    mean_length: float
+    """Tokens of a sample that was taken: early cuts prefer the short."""
+    driver_us_per_group: float
+    """CPU microseconds of the pool on this machine, in one process with the engines, without Ray's share."""
+    wasted: float
+    """Tokens drawn for groups that nobody took, over all."""
+
+
+def run_policy(name: str, work: Work, latency: Latency, num_actors: int) -> Row:
+    """Simulate one policy in a pool of its own. The same arguments give the same row, but for CPU time."""
+    return run_virtually(_measure(name, work, latency, num_actors))
+
+
+async def _measure(name: str, work: Work, latency: Latency, num_actors: int) -> Row:
+    cluster = Cluster(latency, work.lengths)
+    length = work.prompt_tokens + work.max_new_tokens
+    engine = EngineConfig(num_slots=latency.num_slots, max_length=length)
+    config = PoolConfig(model="simulated", num_actors=num_actors, engine=engine)
+    pool = cluster.start_pool(config)
+    await pool.ready()
+    loop = asyncio.get_running_loop()
+    began, cpu, of_engines = loop.time(), time.thread_time(), cluster.meter.cpu_s
+    groups = await POLICIES[name](pool, cluster, work)
+    cpu = time.thread_time() - cpu - (cluster.meter.cpu_s - of_engines)
+    makespan = loop.time() - began
+    row = _row(name, cluster, groups, began, makespan, cpu, work)
+    await pool.shutdown()
+    return row
+
+
+def _row(
+    name: str,
+    cluster: Cluster,
+    groups: Sequence[RolloutGroup],
+    began: float,
+    makespan: float,
+    cpu: float,
+    work: Work,
+) -> Row:
+    assert all(group.error is None for group in groups)
+    tokens = sum(sample.token_ids.size for group in groups for sample in group.samples)
+    engines = [actor.engine for actor in cluster.actors]
+    drawn = sum(engine.tokens_drawn for engine in engines)
+    ends = sorted(end for actor in cluster.actors for end in actor.group_ends)
+    idle = [engine.idle_since for engine in engines if engine.idle_since is not None]
+    slots = len(engines) * cluster.latency.num_slots
+    busy = sum(engine.busy_row_seconds for engine in engines)
+    return Row(
+        policy=name,
+        num_actors=len(engines),
+        num_groups=work.num_groups,
+        new_tokens=tokens,
+        makespan_s=makespan,
+        p95_s=ends[int(0.95 * (len(ends) - 1))] - began,
+        tail_s=began + makespan - min(idle, default=began + makespan),
+        utilisation=busy / (slots * makespan),
+        tokens_per_s=tokens / makespan,
+        mean_length=tokens / (work.num_groups * work.n),
+        driver_us_per_group=cpu / work.num_groups * 1e6,
+        wasted=1 - tokens / drawn,
+    )
