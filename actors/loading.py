@@ -15,6 +15,10 @@ from rollout_pool.config import Dtype
 from rollout_pool.errors import ConfigError, UnsupportedModelError, one_line
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "special_tokens_map.json")
+OWN_CODE = (
+    "it brings code of its own, which is not run unless asked for",
+    "if you trust that code, set trust_remote_code: true",
+)
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -57,9 +61,8 @@ def cannot_load(name: str, error: Exception) -> ConfigError:
     if not isinstance(error, (OSError, ValueError)):
         reason = f"{type(error).__name__}: {reason}"
     remedy = "check config.json, or copy or download the folder again"
-    if "trust_remote_code" in reason:
-        reason = "it brings code of its own, which is not run unless asked for"
-        remedy = "if you trust that code, set trust_remote_code: true"
+    if "trust_remote_code" in str(error):
+        reason, remedy = OWN_CODE
     elif "does not recognize this architecture" in reason:
         reason = reason.partition(" This could")[0]
         remedy = "use a Transformers that knows it, or trust_remote_code: true if it brings its own code"
@@ -105,9 +108,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool, required: bool = False
         if not required and not has_files:
             return None
         reason, remedy = one_line(error, 200), "copy its files again, or name another folder as tokenizer"
-        if "trust_remote_code" in reason:
-            reason = "it brings code of its own, which is not run unless asked for"
-            remedy = "if you trust that code, set trust_remote_code: true"
+        if "trust_remote_code" in str(error):
+            reason, remedy = OWN_CODE
         raise ConfigError(f"cannot load tokenizer {name!r}: {reason.rstrip('.')}; {remedy}") from error
 
 

@@ -53,7 +53,8 @@ class RankChecks:
         """Where the other ranks meet this one, which is rank 0."""
         from rollout_pool.actors.rank_group import open_store
 
-        self._store, address = open_store()
+        is_one_node = self._config.tensor_parallel_placement == "strict_pack"
+        self._store, address = open_store("127.0.0.1" if is_one_node else None)
         return address
 
     def load(self, address: str | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -32,10 +33,13 @@ def open_store(host: str | None = None) -> tuple[TCPStore, str]:
 
     Returns the store, which must be kept as long as the group, and its address as ``host:port``.
     ``host`` is the name or address under which the other ranks reach this one; by default the address
-    of the interface that leads out of this host.
+    of the interface that leads out of this host. Nothing listens on any other.
     """
-    store = TCPStore(host or own_address(), 0, is_master=True, wait_for_workers=False)
-    return store, f"{store.host}:{store.port}"
+    host = host or own_address()
+    door = socket.create_server((host, 0))  # of its own accord the store listens on all interfaces
+    port = door.getsockname()[1]
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach())
+    return store, f"{host}:{port}"
 
 
 class RankGroup:
@@ -95,7 +99,7 @@ class RankGroup:
                 torch.cuda.set_device(place.device)
                 options = {"backend": "nccl", "device_id": place.device}
             try:
-                line = _connect(meeting, rank, size, host, is_one_host, timeout_s)
+                line = _connect(meeting, rank, size, host, timeout_s)
                 undo.callback(line.close)
                 dist.init_process_group(store=meeting, rank=rank, world_size=size, timeout=limit, **options)
                 undo.callback(dist.destroy_process_group)
@@ -136,12 +140,10 @@ class RankGroup:
             raise RankLostError(message) from error
 
 
-def _connect(
-    store: TCPStore, rank: int, size: int, host: str, is_one_host: bool, timeout_s: float
-) -> Announcer | Listener:
+def _connect(store: TCPStore, rank: int, size: int, host: str, timeout_s: float) -> Announcer | Listener:
     """The connection for messages; rank 0 says through the store where and with which token."""
     if rank == 0:
-        announcer = Announcer(host if is_one_host else "")
+        announcer = Announcer(host)
         store.set("rollout_pool/line", f"{announcer.port} {announcer.token}")
         announcer.accept(size, timeout_s)
         return announcer

@@ -22,7 +22,7 @@ class ConnectionLostError(RuntimeError):
 
 
 class Announcer:
-    """Rank 0's end. Listens on a free port until every follower has come with the token."""
+    """Rank 0's end. Listens on a free port of ``host`` alone until every follower has come with the token."""
 
     def __init__(self, host: str) -> None:
         self.token = secrets.token_hex(TOKEN_LENGTH)

@@ -193,7 +193,9 @@ class RolloutActor(WeightReceiver):
         try:
             from rollout_pool.actors.rank_group import RankGroup, open_store
 
-            store, address = open_store()
+            # All on one node, nobody else's business: a port that only this host can reach.
+            is_one_node = self._config.tensor_parallel_placement == "strict_pack"
+            store, address = open_store("127.0.0.1" if is_one_node else None)
         except BaseException as error:
             self._address.set_exception(start_error(self.name, self._config.model, error))
             raise

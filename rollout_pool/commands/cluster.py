@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rollout_pool.errors import ActorStartError, ConfigError, RolloutPoolError, one_line
+
+CONNECT_TIMEOUT_S = 10.0
 
 
 class PoolLostError(RolloutPoolError):
@@ -34,6 +37,7 @@ def ray_cluster(address: str | None, *, verbose: bool = False) -> Iterator[None]
         yield
         return
     where = address or os.environ.get("RAY_ADDRESS") or "local"
+    _require_listener(where)
     try:
         ray.init(
             address=where,
@@ -41,18 +45,33 @@ def ray_cluster(address: str | None, *, verbose: bool = False) -> Iterator[None]
             log_to_driver=verbose,
             logging_level=logging.INFO if verbose else logging.ERROR,
         )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # a start that takes too long is a bare Exception
         reason = one_line(error, 150)
         if where == "local":
             raise ActorStartError(f"cannot start Ray on this machine: {reason}") from None
-        raise ConfigError(
-            f"ray_address: cannot reach Ray at {where} ({reason}); start it there, or leave --ray-address "
-            "and RAY_ADDRESS out to start it here"
-        ) from None
+        raise _unreachable(where, reason) from None
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _require_listener(where: str) -> None:
+    """Where nobody listens Ray would try for minutes, and log what it does."""
+    host, colon, port = where.rpartition("://")[2].rpartition(":")
+    if not colon:  # "local", "auto"
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise _unreachable(where, one_line(error, 150)) from None
+
+
+def _unreachable(where: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"ray_address: cannot reach Ray at {where} ({reason}); start it there, or leave --ray-address and "
+        "RAY_ADDRESS out to start it here"
+    )
 
 
 def get(ref: Any, timeout: float | None = None) -> Any:
