@@ -22,6 +22,7 @@ _HOME = {
     "oversample": "rollout_pool.oversampling",
     "stream_prompts": "rollout_pool.oversampling",
     "Oversampled": "rollout_pool.oversampling",
+    "track": "rollout_pool.live.progress",
     "verify": "rollout_pool.verification",
     "Verification": "rollout_pool.verification",
     "RolloutPoolError": "rollout_pool.errors",
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from rollout_pool.errors import WeightsLostError as WeightsLostError
     from rollout_pool.errors import WeightSyncError as WeightSyncError
     from rollout_pool.launch import RolloutPool as RolloutPool
+    from rollout_pool.live.progress import track as track
     from rollout_pool.oversampling import Oversampled as Oversampled
     from rollout_pool.oversampling import oversample as oversample
     from rollout_pool.oversampling import stream_prompts as stream_prompts

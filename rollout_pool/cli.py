@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import rollout_pool
-from rollout_pool.commands import fetch_demo_model, report, run, simulate, validate_tp, verify
+from rollout_pool.commands import fetch_demo_model, report, run, simulate, top, validate_tp, verify
 from rollout_pool.errors import ConfigError, InputFileError, OutputFileError, RequestError, RolloutPoolError
 
 _MISTAKES = (ConfigError, InputFileError, OutputFileError, RequestError)
@@ -17,6 +17,7 @@ _COMMANDS = {
     "run": run,
     "verify": verify,
     "report": report,
+    "top": top,
     "validate-tp": validate_tp,
     "simulate": simulate,
     "fetch-demo-model": fetch_demo_model,

@@ -69,15 +69,15 @@ def _start_pool(config: PoolConfig, ray_options: dict[str, Any]) -> Any:
     resources = plan_actors(config, nodes)
     if (warning := span_warning(config, resources, nodes)) is not None:
         warnings.warn(warning, stacklevel=3)
-    # By its name it is seen whether a pool is gone whose placement groups are still there.
-    name = {"name": f"rollout-pool-{uuid.uuid4().hex[:12]}"} if config.tensor_parallel_size > 1 else {}
+    # By its name others find it, and see whether a pool is gone whose placement groups are still there.
+    name = f"rollout-pool-{uuid.uuid4().hex[:12]}"
     # Beside its driver, which the groups go to: a node that is lost then takes no pool from anyone else.
     home = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     options = {
+        "name": name,
         "num_cpus": 0,
         "max_concurrency": MAX_CALLS,
         "scheduling_strategy": home,
-        **name,
         **ray_options,
     }
     is_detached = ray_options.get("lifetime") == "detached"

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,12 +25,14 @@ from rollout_pool.dispatch import Dispatcher
 from rollout_pool.errors import PoolClosedError, RequestError, RolloutPoolError
 from rollout_pool.ledger import Ledger
 from rollout_pool.pool_memory import PoolMemory, PoolPast
+from rollout_pool.live.monitor import Monitor
+from rollout_pool.live.snapshot import PoolSnapshot
 from rollout_pool.preflight import ActorResources
 from rollout_pool.ray_errors import one_line
 from rollout_pool.recovery import Crew, NewRanks
 from rollout_pool.requests import call_seed, resolve_requests
 from rollout_pool.terms import Rest, Terms, Unit
-from rollout_pool.types import PoolStats, Prompt, RolloutGroup, RolloutRequest, SamplingParams
+from rollout_pool.types import EngineStats, PoolStats, Prompt, RolloutGroup, RolloutRequest, SamplingParams
 from rollout_pool.weight_sync.rank_calls import Kv
 from rollout_pool.weight_sync.session import Policy, WeightSync
 
@@ -96,8 +98,10 @@ class PoolActor:
             remember=memory.write if memory is not None else None,
         )
         self._syncing: set[asyncio.Task[Any]] = set()
+        self._monitor = Monitor(config, self._crew, self._count)
         self._started = asyncio.Event()
         self._tasks.start(self._start())
+        self._tasks.start(self._monitor.run())
 
     async def ready(self) -> list[ActorInfo]:
         """Wait until all actors have loaded the model.
@@ -245,7 +249,13 @@ class PoolActor:
 
     async def stats(self) -> PoolStats:
         """Groups in and out, and the counters of each actor. Answers also after :meth:`shutdown`."""
-        actors = await self._crew.stats()
+        return self._count(await self._crew.stats())
+
+    async def snapshot(self) -> PoolSnapshot:
+        """The same with rates, places and the last warnings: what ``rollout-pool top`` shows."""
+        return await self._monitor.snapshot()
+
+    def _count(self, actors: Mapping[str, EngineStats]) -> PoolStats:
         ledger = self._ledger
         return PoolStats(
             submitted=ledger.submitted,
@@ -260,7 +270,10 @@ class PoolActor:
             actors_lost=self._crew.num_lost,
             num_actors=len(self._crew.members),
             weight_version=self._sync.version,
-            actors=actors,
+            weight_syncs=self._sync.num_syncs,
+            weight_sync_s=self._sync.seconds,
+            actors=tuple(actors.values()),
+            actor_names=tuple(actors),
         )
 
     async def shutdown(self) -> None:

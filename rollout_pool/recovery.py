@@ -118,17 +118,18 @@ class Crew:
         for ranks in everyone:
             ranks.kill()
 
-    async def stats(self) -> tuple[EngineStats, ...]:
+    async def stats(self) -> dict[str, EngineStats]:
         """Fresh counters of the actors that answer, in the order of their names."""
 
-        async def ask(handle: Any) -> EngineStats:
+        async def ask(member: Member) -> EngineStats:
             async with asyncio.timeout(STATS_TIMEOUT_S):
-                stats: EngineStats = await handle.stats.remote()
+                stats: EngineStats = await member.handle.stats.remote()
                 return stats
 
-        handles = [self.members[name].handle for name in sorted(self.members)]
-        answers = await asyncio.gather(*map(ask, handles), return_exceptions=True)
-        return tuple(answer for answer in answers if isinstance(answer, EngineStats))
+        members = [self.members[name] for name in sorted(self.members)]
+        answers = await asyncio.gather(*map(ask, members), return_exceptions=True)
+        found = zip(members, answers, strict=True)
+        return {member.name: stats for member, stats in found if isinstance(stats, EngineStats)}
 
     async def _replace(self, lost: str) -> None:
         """Start another in place of a lost one: again after a failure, and on while there is no room."""

@@ -296,7 +296,14 @@ class PoolStats:
     num_actors: int = 0
     weight_version: int = 0
     """Of the weights that every actor has which takes work; 0 for those that were loaded."""
+    weight_syncs: int = 0
+    """Those that went through."""
+    weight_sync_s: float = 0.0
+    """Seconds that they took, from the call to the last receipt."""
     actors: tuple[EngineStats, ...] = ()
+    """Of those that answered in time."""
+    actor_names: tuple[str, ...] = ()
+    """Whose counters ``actors`` are."""
 
     @property
     def is_balanced(self) -> bool:

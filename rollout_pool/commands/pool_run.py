@@ -11,10 +11,10 @@ import ray
 
 from rollout_pool.actors.node_process import NodeProcess
 from rollout_pool.commands.cluster import PoolLostError, get
-from rollout_pool.commands.progress import Progress
 from rollout_pool.commands.summary import Summary
 from rollout_pool.errors import RolloutPoolError
 from rollout_pool.launch import RolloutPool
+from rollout_pool.live.progress import Progress
 from rollout_pool.output import OutputFile
 from rollout_pool.prompt_file import PromptLine
 from rollout_pool.run_config import RunConfig

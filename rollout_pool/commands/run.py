@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from rollout_pool.errors import ConfigError, RolloutPoolError
 
 if TYPE_CHECKING:
-    from rollout_pool.commands.progress import Progress
+    from rollout_pool.live.progress import Progress
     from rollout_pool.output import OutputFile
     from rollout_pool.prompt_file import PromptLine
     from rollout_pool.run_config import RunConfig
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rollout_pool.commands.progress import Progress
+    from rollout_pool.live.progress import Progress
     from rollout_pool.output import OutputFile
     from rollout_pool.preflight import check_tokenizer
     from rollout_pool.prompt_file import read_prompts

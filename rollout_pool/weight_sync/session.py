@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -67,6 +68,9 @@ class WeightSync:
         remember: Callable[[PoolPast], None] | None = None,
     ) -> None:
         self.version = 0
+        self.num_syncs = 0
+        """Those that went through, in ``seconds`` together."""
+        self.seconds = 0.0
         self._members = members
         self._tasks = tasks
         self._lose = lose
@@ -93,7 +97,7 @@ class WeightSync:
     ) -> list[WeightReceipt]:
         """See :meth:`rollout_pool.pool.PoolActor.sync_weights`."""
         _check_choices(policy, kv)
-        wanted = version
+        wanted, called_at = version, time.monotonic()
         try:
             async with asyncio.timeout(timeout_s) as deadline, self._lock:
                 wanted = self._next(version)
@@ -103,7 +107,10 @@ class WeightSync:
                     if self._remember is not None:
                         await asyncio.to_thread(self._remember, past)
                     deadline.reschedule(None)  # from here on there is no way back
-                    return await self._commit(update, kv)
+                    receipts = await self._commit(update, kv)
+            self.num_syncs += 1
+            self.seconds += time.monotonic() - called_at
+            return receipts
         except TimeoutError:
             raise WeightSyncError(
                 f"weights of version {wanted} were not everywhere within timeout_s ({timeout_s:g} s); "

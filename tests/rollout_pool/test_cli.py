@@ -11,7 +11,6 @@ from safetensors.numpy import save_file
 
 import rollout_pool
 from rollout_pool.cli import main
-from rollout_pool.commands.progress import Progress, Rate
 from rollout_pool.commands.summary import Summary
 from rollout_pool.prompt_file import read_prompts
 from rollout_pool.requests import resolve_requests
@@ -148,32 +147,6 @@ def test_a_mistake_in_verify_is_one_line(
     errors = capsys.readouterr().err
     assert message in errors
     assert errors.count("\n") == 1
-
-
-def test_progress_elsewhere_than_on_a_terminal_is_plain_lines(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rollout_pool.commands.progress.PLAIN_INTERVAL_S", 0.0)
-    stats = PoolStats(actors=(EngineStats(num_slots=8, live_rows=3), EngineStats(num_slots=8, live_rows=8)))
-    with Progress(10, done=4) as progress:
-        progress.update(stats)
-        progress.add_group()
-        progress.say("that's it")
-    assert capsys.readouterr().err.splitlines() == [
-        "4/10 groups, 0 tokens/s, 11/16 slots in use",
-        "5/10 groups, 0 tokens/s, 11/16 slots in use",
-        "that's it",
-    ]
-
-
-def test_the_rate_is_that_of_the_last_seconds_and_survives_a_lost_actor() -> None:
-    rate = Rate()
-    for second in range(31):
-        rate.add(100 * min(second, 15), now=float(second))  # 100 tokens/s, and nothing for 15 s
-    assert rate.per_second == 0.0
-    rate.add(40, now=31.0)  # a new actor counts from zero
-    rate.add(90, now=32.0)
-    assert rate.per_second == 50.0
 
 
 def test_the_summary_names_the_first_failures(tmp_path: Path) -> None:

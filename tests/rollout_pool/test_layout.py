@@ -23,6 +23,10 @@ RAY_USERS = (
     "dispatch",
     "oversampling",
     "heartbeat",
+    "live.metrics",
+    "live.monitor",
+    "live.pools",
+    "live.progress",
     "pool_memory",
     "ray_errors",
     "recovery",
@@ -66,6 +70,7 @@ PUBLIC = {
     "__version__",
     "oversample",
     "stream_prompts",
+    "track",
     "verify",
 }
 
@@ -140,6 +145,7 @@ def test_parts_of_the_pool_do_not_import_it() -> None:
         "recovery",
         "weight_sync",
         "ledger",
+        "live",
         "preflight",
         "calls",
         "callers",
