@@ -9,7 +9,17 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import rollout_pool
-from rollout_pool.commands import fetch_demo_model, report, run, simulate, top, validate_tp, verify
+from rollout_pool.commands import (
+    doctor,
+    fetch_demo_model,
+    plan,
+    report,
+    run,
+    simulate,
+    top,
+    validate_tp,
+    verify,
+)
 from rollout_pool.errors import ConfigError, InputFileError, OutputFileError, RequestError, RolloutPoolError
 
 _MISTAKES = (ConfigError, InputFileError, OutputFileError, RequestError)
@@ -20,6 +30,8 @@ _COMMANDS = {
     "top": top,
     "validate-tp": validate_tp,
     "simulate": simulate,
+    "doctor": doctor,
+    "plan": plan,
     "fetch-demo-model": fetch_demo_model,
 }
 
