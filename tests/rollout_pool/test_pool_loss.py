@@ -73,7 +73,8 @@ def is_back(pool) -> bool:
 @pytest.fixture
 def nodes():
     """A cluster with a node of two cores, which holds the drivers, and what a test adds."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    head = {"num_cpus": 2, "resources": {"head": 1}, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     ray.init(address=cluster.address, namespace="other")
     yield cluster
     ray.shutdown()
@@ -147,7 +148,9 @@ def test_a_pool_goes_on_without_a_lost_node_and_grows_back_with_a_new_one(
 ) -> None:
     lost = nodes.add_node(num_cpus=2)
     config = PoolConfig(model=tiny_model_dir, num_actors=2, cpus_per_actor=2, engine=ENGINE)
-    pool = RolloutPool.remote(config)
+    pool = RolloutPool.options(resources={"head": 0.1}).remote(
+        config
+    )  # a new node does not know the others yet
     assert len(pids(pool)) == 2
     expected = rollout(pool)
     streamed = pool.stream.remote(PROMPTS, SEEDED)
