@@ -12,6 +12,8 @@ from rollout_pool.actors.model_tensors import ModelTensors
 from rollout_pool.actors.zero3 import is_partitioned
 from rollout_pool.errors import ConfigError
 
+SAMPLED = 256
+"""Values of each parameter that are looked at, about."""
 WRAPPERS = ("DistributedDataParallel", "DeepSpeedEngine")
 
 
@@ -23,18 +25,19 @@ class BorrowedModel:
         self._trainer = trainer
         self._is_partitioned = is_partitioned(model)
         self._tensors = ModelTensors(model)
+        self.look()
 
-    def mark(self) -> Hashable:
-        """Another value than before when weights were written since, as far as that shows.
+    def look(self) -> None:
+        """Take the weights as they are for seen."""
+        self._mark, self._sample = self._counts(), self._some_values()
+
+    def has_changed(self, closely: bool) -> bool:
+        """Whether weights were written since :meth:`look`, as far as that shows.
 
         It shows in DeepSpeed's count of steps, and in torch's count of writes to each tensor, which leaves
-        out those to ``parameter.data``.
+        out those to ``parameter.data``; closely, it shows in some values of every parameter as well.
         """
-        steps = getattr(self._trainer, "global_steps", None)
-        if self._is_partitioned:
-            return steps
-        parameters = (tensor for tensor in self._tensors() if isinstance(tensor, torch.nn.Parameter))
-        return steps, sum(parameter._version for parameter in parameters if not parameter.is_inference())
+        return self._counts() != self._mark or (closely and self._some_values() != self._sample)
 
     def commit(self, version: int) -> None:
         """The trainer writes its weights itself: there is nothing to do."""
@@ -51,6 +54,21 @@ class BorrowedModel:
                 "engine.linear_layout 'transposed' would take the weights out of their trainer's buffers; "
                 "leave it at 'auto'"
             )
+
+    def _counts(self) -> Hashable:
+        steps = getattr(self._trainer, "global_steps", None)
+        if self._is_partitioned:
+            return steps
+        parameters = (tensor for tensor in self._tensors() if isinstance(tensor, torch.nn.Parameter))
+        return steps, sum(parameter._version for parameter in parameters if not parameter.is_inference())
+
+    def _some_values(self) -> bytes:
+        """Of every parameter, or of this rank's part of it: a step of training changes some of them."""
+        parts = [getattr(p, "ds_tensor", p).detach() for p in self.model.parameters()]
+        dense = [part if part.is_contiguous() or part.dim() != 2 else part.t() for part in parts]
+        values = [part.flatten()[:: max(1, part.numel() // SAMPLED)].double() for part in dense]
+        found: bytes = torch.cat(values).cpu().numpy().tobytes()
+        return found
 
 
 def borrow(given: Any) -> BorrowedModel:

@@ -89,7 +89,6 @@ class Engine:
         self.model, self.tokenizer, self.memory_plan = served.model, served.tokenizer, served.memory_plan
         runner = self._runner = served.runner
         self._borrowed = served.borrowed
-        self._mark = self._borrowed and self._borrowed.mark()
         if self.is_strict and runner.device.type == "cpu":
             warn_unless_strict()
         self._endings = Endings(self.tokenizer, served.eos_token_ids, runner.vocab_size)
@@ -122,14 +121,15 @@ class Engine:
 
         On a ZeRO-3 trainer every rank calls this, each with its own prompts, or none.
         """
-        requests = resolve_requests(prompts, sampling, seed=call_seed(self.seed, next(self._calls)))
         groups: dict[int, RolloutGroup] = {}
         others: list[_Delivery] = []
 
         def store(group: RolloutGroup) -> None:
             groups[group.index] = group
 
-        with self._runner.together():
+        with self._runner.together():  # all of it, so that a rank whose prompts are at fault stays in step
+            requests = resolve_requests(prompts, sampling, seed=call_seed(self.seed, next(self._calls)))
+            self._look_for_training(closely=True)
             for request in requests:
                 self.submit(request, store)
             while len(groups) < len(requests):
@@ -214,7 +214,8 @@ class Engine:
         if self._has_no_weights:
             raise RequestError("the weights are asleep: call wake() before new ones are written")
         self._elastic.update_weights(version, recompute=kv == "recompute")
-        self._mark = self._borrowed and self._borrowed.mark()
+        if self._borrowed is not None:
+            self._borrowed.look()
 
     def weights_changed(
         self, version: int | None = None, kv: Literal["recompute", "keep"] = "recompute"
@@ -269,9 +270,13 @@ class Engine:
     def _advance(self) -> None:
         if self._is_asleep:
             raise RequestError("the engine is asleep: call wake() first")
-        if self._borrowed is not None and self._borrowed.mark() != self._mark:
-            self.weights_changed()
+        self._look_for_training()
         self._elastic.advance()
+
+    def _look_for_training(self, closely: bool = False) -> None:
+        """Learn whether a borrowed model has other weights than before."""
+        if self._borrowed is not None and self._borrowed.has_changed(closely):
+            self.weights_changed()
 
     def _fail(self, running: Running, reason: str) -> None:
         """A group is over, without samples."""

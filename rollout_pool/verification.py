@@ -6,6 +6,7 @@ The forward shares nothing with the engine: the model's own attention, no cache,
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from rollout_pool.actors.loading import load_model
 from rollout_pool.actors.model_runner import evaluation
+from rollout_pool.actors.zero3 import is_partitioned
 from rollout_pool.errors import ConfigError, VerificationError
 from rollout_pool.types import RolloutGroup, Sample, TokenIds
 
@@ -54,15 +56,15 @@ def verify(groups: Iterable[RolloutGroup], model: Any, *, temperature: float | N
     Args:
         groups: finished groups. Groups without samples add nothing.
         model: a causal LM (``PreTrainedModel``), an ``Engine``, or a folder to load one from (in its
-            own dtype). Its mode is restored.
+            own dtype). Its mode is restored. Of a ZeRO-3 trainer, an ``Engine`` on its model, on all ranks.
         temperature: that of the rollouts; by default each group's own.
 
     Source: the definition of a policy's log-probability at temperature T, as policy-gradient
     trainers compute it; temperature 0 is scored unscaled.
     """
-    scorer = _model(model)
+    scorer, session = _scorer(model)
     found: list[_Scored] = []
-    with evaluation(scorer):
+    with session:
         for group in groups:
             drawn_at = group.sampling.temperature if group.sampling is not None else 1.0
             scale = drawn_at if temperature is None else temperature
@@ -95,7 +97,7 @@ class _Scored:
     num_tokens: int
 
 
-def _compare(scorer: torch.nn.Module, group: RolloutGroup, sample: Sample, temperature: float) -> _Scored:
+def _compare(scorer: Any, group: RolloutGroup, sample: Sample, temperature: float) -> _Scored:
     scored = score(scorer, group.prompt_token_ids, sample.token_ids, temperature)
     difference = (scored - torch.tensor(sample.logprobs, dtype=torch.float64)).abs()
     difference = difference.nan_to_num(nan=float("inf"))  # a nan is the worst of all
@@ -110,16 +112,21 @@ def score(model: Any, prompt: TokenIds, completion: TokenIds, temperature: float
     """Log-probability of every completion token in one plain forward: float64 ``[tokens]`` on the CPU."""
     ids = torch.tensor([*prompt.tolist(), *completion.tolist()])
     size = completion.shape[0]
-    device = next(model.parameters()).device
+    device = next(model.parameters()).device if isinstance(model, torch.nn.Module) else model.device
     logits = model(input_ids=ids.unsqueeze(0).to(device), use_cache=False).logits[0, -size - 1 : -1].float()
     logprobs = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
     return logprobs.gather(1, ids[-size:].to(device).unsqueeze(1)).squeeze(1).double().cpu()
 
 
-def _model(model: Any) -> torch.nn.Module:
+def _scorer(model: Any) -> tuple[Any, AbstractContextManager[None]]:
+    """What is called to score, and the context for it."""
+    if type(model).__name__ == "Engine":
+        runner = model.batch.worker.runner
+        return runner, runner.together()
     if isinstance(model, str):
-        return load_model(model, dtype="auto", device=None, trust_remote_code=False)
-    inner = getattr(model, "model", model) if type(model).__name__ == "Engine" else model
-    if not isinstance(inner, torch.nn.Module):
+        model = load_model(model, dtype="auto", device=None, trust_remote_code=False)
+    if not isinstance(model, torch.nn.Module):
         raise ConfigError(f"verify needs a causal LM, an Engine or a folder, got {type(model).__name__}")
-    return inner
+    if is_partitioned(model):
+        raise ConfigError("ZeRO-3 has partitioned this model: give verify an Engine on it, on all ranks")
+    return model, evaluation(model)

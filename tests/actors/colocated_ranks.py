@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rollout_pool import Engine, EngineConfig, RequestError, RolloutRequest, SamplingParams
+from rollout_pool import Engine, EngineConfig, RequestError, RolloutRequest, SamplingParams, verify
 from rollout_pool.actors.rank_group import RankGroup
 from rollout_pool.errors import RolloutPoolError
 
@@ -226,6 +226,7 @@ def steps(rank: int, stage: int, gather: str) -> dict[str, Any]:
     plain = whole(trained)
     expected = [greedy(plain, r.prompt, r.sampling.max_new_tokens) for r in requests_of(rank)]
     alone = lone_rank(rank, engine)
+    scored = verify(after, engine)
     refusals = []
     for refused in (lambda: engine.sleep(weights=True), lambda: engine.weights_changed(1)):
         try:
@@ -239,6 +240,8 @@ def steps(rank: int, stage: int, gather: str) -> dict[str, Any]:
         "after": tokens_of(after) == expected,
         "after_versions": versions_of(after),
         "alone": alone,
+        "logprobs off by": scored.max_abs_diff,
+        "scored": scored.num_tokens,
         "refusals": refusals,
     }
 
@@ -248,9 +251,13 @@ def lone_rank(rank: int, engine: Engine) -> Any:
     expected = tokens_of(engine.generate(requests_of(0) if rank == 0 else []))
     if rank == 0:
         return tokens_of(engine.generate(requests_of(0))) == expected
+
+    def prompts() -> Iterator[list[int]]:
+        yield [5]
+        raise LookupError("no more prompts")
+
     try:
-        with engine.batch.worker.runner.together():
-            raise LookupError("no reward")
+        engine.generate(prompts())
     except LookupError as error:
         return str(error)
 
@@ -259,6 +266,10 @@ def refusals(rank: int) -> list[str]:
     """What cannot be done with weights that a trainer keeps in buffers of its own."""
     found = []
     small = EngineConfig(num_slots=1 if rank else 2**16, max_length=2**20)  # too much on the first rank only
+    try:
+        verify([], trainer(3).module)
+    except RolloutPoolError as error:
+        found.append(str(error))
     for stage, config in (
         (1, EngineConfig(linear_layout="transposed")),
         (3, EngineConfig(linear_layout="transposed")),
@@ -273,7 +284,7 @@ def refusals(rank: int) -> list[str]:
 
 
 def colocated(rank: int, size: int, address: str, store: Any, cases: list[list[Any]]) -> list[Any]:
-    group = RankGroup.join(address, rank, size, "cpu", store=store, timeout_s=120)
+    group = RankGroup.join(address, rank, size, "cpu", store=store, timeout_s=600)
     import deepspeed
     from deepspeed.ops import __compatible_ops__
 

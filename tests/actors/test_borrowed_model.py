@@ -207,3 +207,28 @@ def test_memory_is_flat_over_many_rollouts_on_a_warm_engine(llama: Any, prompts_
     assert stats.samples_finished == 14 * 20
     assert (stats.live_rows, stats.waiting_groups, stats.running_groups) == (0, 0, 0)
     assert not engine.has_work()
+
+
+@pytest.mark.parametrize("by", ["optimizer", "data", "load"])
+def test_weights_that_change_between_two_calls_leave_nothing_behind(
+    by: str, build: Any, small_config: Any, prompts_of: Any, hf_greedy: Any
+) -> None:
+    model = build(transformers.LlamaConfig(**small_config()))
+    engine = Engine(model, EngineConfig(num_slots=2, max_length=64))
+    (prompt,) = prompts_of([24])
+    greedy = SamplingParams(temperature=0, max_new_tokens=8, ignore_eos=True)
+    before = engine.generate([prompt, prompt], greedy)[0].samples[0]
+    changed = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in model.state_dict().items()}
+    if by == "optimizer":
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        torch.optim.SGD(model.parameters(), lr=0.05).step()
+    elif by == "data":  # as trainers with master weights of their own do it; torch does not count it
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(changed[name])
+    else:
+        model.load_state_dict(changed)
+    after = engine.generate([prompt], greedy)[0].samples[0]
+    assert after.token_ids.tolist() == hf_greedy(model, prompt, 8) != before.token_ids.tolist()
+    assert (before.weight_version, after.weight_version) == (0, 1)
+    assert engine.generate([prompt], greedy)[0].samples[0].weight_version == 1
