@@ -49,7 +49,7 @@ PROMPTS = [
     [1] * 120,
 ]
 FAULTS = {
-    7: "prompt 7: item 0 of the prompt is 'a'",
+    7: "prompt 7: item 0 of the prompt is a str",
     8: "prompt 8: the prompt is empty",
     9: "prompt 9: a prompt must be a str",
     10: "prompt 10: token id 128 in the prompt is outside the vocabulary",
