@@ -190,7 +190,9 @@ def read_yaml(path: str | Path) -> Any:
         reason = _short(" ".join((error.problem or error.context or "").split()), 120)
         raise ConfigError(f"{path}{line}: not valid YAML: {reason}; see configs/ for examples") from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # a date that does not exist, say
-        raise ConfigError(f"{path}: not valid YAML: {_short(one_line(error), 120)}; see configs/ for examples") from None
+        raise ConfigError(
+            f"{path}: not valid YAML: {_short(one_line(error), 120)}; see configs/ for examples"
+        ) from None
 
 
 def _refuse_repeated_keys(root: Any, source: str) -> None:
