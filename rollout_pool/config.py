@@ -111,12 +111,12 @@ class PoolConfig(StrictModel):
     gpus_per_actor: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Per actor, or per rank of a tensor-parallel group, and then 0 or 1. None: one where the cluster has
     GPUs, otherwise CPU actors."""
-    start_timeout_s: float = Field(default=600.0, gt=0)
+    start_timeout_s: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     """For an actor to find room and load the model, and for a new one to get the present weights."""
-    step_timeout_s: float = Field(default=300.0, gt=0)
+    step_timeout_s: float = Field(default=300.0, gt=0, allow_inf_nan=False)
     """An actor whose engine finishes nothing for so long, though it has work, is lost: killed and replaced.
     Must be above its longest step, prompt, or writing of new weights."""
-    heartbeat_timeout_s: float = Field(default=60.0, gt=0)
+    heartbeat_timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
     """An actor that gives no answer for so long is lost, whether it has work or not."""
     max_start_failures: int = Field(default=3, ge=1)
     """A lost actor's replacement that fails to start is tried so often, with growing pauses. One that finds

@@ -24,9 +24,9 @@ from rollout_pool.config import PoolConfig
 from rollout_pool.dispatch import Dispatcher
 from rollout_pool.errors import PoolClosedError, RequestError, RolloutPoolError
 from rollout_pool.ledger import Ledger
-from rollout_pool.pool_memory import PoolMemory, PoolPast
 from rollout_pool.live.monitor import Monitor
 from rollout_pool.live.snapshot import PoolSnapshot
+from rollout_pool.pool_memory import PoolMemory, PoolPast
 from rollout_pool.preflight import ActorResources
 from rollout_pool.ray_errors import one_line
 from rollout_pool.recovery import Crew, NewRanks

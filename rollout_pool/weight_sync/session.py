@@ -20,16 +20,11 @@ from ray.exceptions import RayError, RayTaskError
 
 from rollout_pool.actors.weight_records import Manifest, WeightReceipt
 from rollout_pool.background import TaskSet
-from rollout_pool.errors import (
-    ActorStartError,
-    ConfigError,
-    RolloutPoolError,
-    WeightsLostError,
-    WeightSyncError,
-)
+from rollout_pool.errors import ActorStartError, ConfigError, RolloutPoolError, WeightSyncError
 from rollout_pool.pool_memory import PoolPast
 from rollout_pool.weight_sync.arrivals import arrivals
 from rollout_pool.weight_sync.rank_calls import Kv, Update, install, lives, reason, write
+from rollout_pool.weight_sync.versions import next_version, past_after, require_present
 
 if TYPE_CHECKING:
     from rollout_pool.actors.tensor_parallel import RankActors
@@ -86,11 +81,7 @@ class WeightSync:
 
     def require_present(self) -> None:
         """Raise :class:`WeightsLostError` when an earlier process had newer weights than the actors have."""
-        if self.version < self.past.weight_version:
-            raise WeightsLostError(
-                f"the pool was started again and has the checkpoint only; the weights of version "
-                f"{self.past.weight_version} are lost: call sync_weights"
-            )
+        require_present(self.version, self.past)
 
     async def run(
         self, source: Any, version: int | None, policy: Policy, kv: Kv, timeout_s: float
@@ -100,9 +91,9 @@ class WeightSync:
         wanted, called_at = version, time.monotonic()
         try:
             async with asyncio.timeout(timeout_s) as deadline, self._lock:
-                wanted = self._next(version)
+                wanted = next_version(version, self.version, self.past)
                 update = await self._stage(source, wanted)
-                past = self._after(update)
+                past = past_after(update.manifest, wanted, self.version, self.past)
                 async with self._stopped(policy):
                     if self._remember is not None:
                         await asyncio.to_thread(self._remember, past)
@@ -138,28 +129,6 @@ class WeightSync:
                     f"{name} did not get the weights of version {self.version}: {reason(error)}; sync again"
                 ) from error
             yield self.version
-
-    def _next(self, version: int | None) -> int:
-        present = max(self.version, self.past.weight_version)
-        if version is None:
-            return present + 1
-        if isinstance(version, bool) or not isinstance(version, int):
-            raise ConfigError(f"version: must be an integer, got {version!r}")
-        if version <= present:
-            had = "has" if present == self.version else "had before it was started again"
-            raise WeightSyncError(
-                f"version {version} is not above {present}, which the pool {had}; nothing was changed"
-            )
-        return version
-
-    def _after(self, update: Update) -> PoolPast:
-        past, is_full = self.past, update.manifest.is_full
-        if self.version < past.weight_version and past.is_full and not is_full:
-            raise WeightSyncError(
-                f"version {update.version} holds adapters only, and what they belong to was lost when the "
-                "pool was started again; sync all weights first"
-            )
-        return dataclasses.replace(past, weight_version=update.version, is_full=past.is_full or is_full)
 
     async def _stage(self, source: Any, version: int) -> Update:
         """Bring an update to all ranks, and have them check it."""
@@ -251,7 +220,8 @@ class WeightSync:
         return receipts
 
     async def _write(self, update: Update, kv: Kv) -> list[WeightReceipt]:
-        self.past, self.version = self._after(update), update.version
+        self.past = past_after(update.manifest, update.version, self.version, self.past)
+        self.version = update.version
         if update.manifest.is_full:
             self._full, self._adapters = update, None
         else:
