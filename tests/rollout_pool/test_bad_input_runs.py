@@ -100,7 +100,7 @@ def test_a_run_on_a_full_disk_keeps_what_is_complete_and_goes_on_when_there_is_r
         *keys,
     ]
     assert main([*command, "--set", "gpus_per_actor=64"]) == 2
-    assert "1 actor with 64 GPUs each was asked for; the cluster has 0 GPUs" in capfd.readouterr().err
+    assert "1 actor with 1 CPU and 64 GPUs each was asked for; the cluster has" in capfd.readouterr().err
     assert main([*command, "--temperature", "1"]) == 2
     (line,) = (line for line in capfd.readouterr().err.splitlines() if line.startswith("rollout-pool run: "))
     assert f"cannot write {output}: " in line

@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -244,8 +245,10 @@ def test_a_pool_logs_no_prompt_and_its_ranks_listen_on_this_host_alone(
         assert set(addresses) - of_ray <= {"127.0.0.1"}
         assert rank.rank or "127.0.0.1" in addresses
     long = SamplingParams(max_new_tokens=200, ignore_eos=True)
-    lost = pool.rollout.remote([f"a long {SECRET}"] * 3, long)
     groups = ray.get(pool.rollout.remote(secrets(), FEW))
+    lost = pool.rollout.remote([f"a long {SECRET}"] * 3, long)
+    while not any(stats.live_rows for stats in ray.get(pool.stats.remote()).actors):
+        time.sleep(0.02)
     os.kill(actor.pid, signal.SIGKILL)
     ray.get(lost)
     assert any(group.error for group in groups)
