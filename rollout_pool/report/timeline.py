@@ -24,6 +24,7 @@ class Session:
     actors: list[Event] = field(default_factory=list)
     groups: list[Event] = field(default_factory=list)
     stats: list[Event] = field(default_factory=list)
+    restarts: list[float] = field(default_factory=list)
     ready_at: float = 0.0
     last_at: float = 0.0
     is_over: bool = False
@@ -85,7 +86,11 @@ def _sessions(events: Iterable[Event]) -> list[Session]:
         session, kind = sessions[-1], event["event"]
         session.last_at = max(session.last_at, event["time"])
         if kind == "actors":
-            session.ready_at, session.actors = event["time"], event["actors"]
+            if session.actors:  # those of a pool whose process had to be replaced
+                session.restarts.append(event["time"])
+            else:
+                session.ready_at = event["time"]
+            session.actors += event["actors"]
         elif kind == "group":
             session.groups.append(event)
         elif kind == "stats":
@@ -107,6 +112,8 @@ def _place(timeline: Timeline, session: Session, numbers: dict[str, int]) -> Non
         place["num_slots"] = max(place["num_slots"], num_slots)
         return numbers[actor]
 
+    for time in session.restarts:
+        timeline.incidents.append((_at(time, shift), "lost", "the pool's process was lost; another goes on"))
     for actor in session.actors:
         number_of(actor["name"], actor["device"])
     for group in session.groups:
@@ -149,16 +156,16 @@ def _incidents(before: Event, now: Event) -> Iterable[tuple[str, str]]:
     def more(name: str, old: Event, new: Event) -> int:
         return int(new.get(name, 0) - old.get(name, 0))
 
-    if lost := more("actors_lost", before, now):
+    if (lost := more("actors_lost", before, now)) > 0:
         yield "lost", f"{_count_of(lost, 'actor')} lost, to be replaced"
-    if replayed := more("replayed", before, now):
+    if (replayed := more("replayed", before, now)) > 0:
         yield "replayed", f"{_count_of(replayed, 'group')} sent out again after the loss of an actor"
-    if restarted := more("restarted", before, now):
+    if (restarted := more("restarted", before, now)) > 0:
         yield "restarted", f"{_count_of(restarted, 'group')} drawn anew with newer weights"
     if more("shortages", before["engines"], now["engines"]) > 0:
         slots = now["engines"].get("num_slots", 0)
         yield "memory", f"memory ran out in a step; on with {slots} slots in all"
-    if more("weight_version", before, now):
+    if more("weight_version", before, now) > 0:
         yield "weights", f"weight version {now['weight_version']}"
 
 

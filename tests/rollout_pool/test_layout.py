@@ -164,6 +164,15 @@ def test_an_adapter_knows_its_own_library_and_none_of_the_others() -> None:
         assert {i for i in found if is_in(i, OTHER_TRAINERS) and not is_in(i, (library,))} == set(), name
 
 
+def test_a_report_needs_files_only() -> None:
+    allowed = (*FOUNDATION, "report", "records", "results", "run_config", "trace")
+    ours = tuple(f"rollout_pool.{name}" for name in allowed)
+    for name, found in imports_of("report", "trace").items():
+        mine = {i for i in found if is_in(i, ("rollout_pool",))}
+        assert {i for i in mine if i != "rollout_pool" and not is_in(i, ours)} == set(), name
+        assert not {i for i in found if is_in(i, ("torch", "transformers", "ray"))}, name
+
+
 def test_nothing_depends_on_the_adapters() -> None:
     for name, path in modules():
         if not is_in(name, ("adapters",)):
@@ -204,6 +213,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         "rollout_pool.adapters",
         "rollout_pool.adapters.trl",
         "rollout_pool.cli",
+        "rollout_pool.report.page",
         "rollout_pool.types",
     ],
 )
@@ -238,6 +248,8 @@ def test_a_wheel_holds_every_module_as_a_real_file(wheel_names: set[str]) -> Non
         expected.add("/".join(parts if parts[0] == "rollout_pool" else ("rollout_pool", *parts)))
     assert shipped == expected
     assert "rollout_pool/py.typed" in wheel_names
+    assets = (path for path in (ROOT / "rollout_pool/report/page").rglob("*") if path.is_file())
+    assert {str(path.relative_to(ROOT)) for path in assets} <= wheel_names
 
 
 def test_a_wheel_installs_nothing_but_the_package(wheel_names: set[str]) -> None:

@@ -1,7 +1,6 @@
 // Light or dark: the system's choice until the button is pressed. Charts take their colours from CSS.
 
 const theme = { isDark: false, listeners: [], colours: {} };
-const charts = [];
 
 function setTheme(isDark) {
   theme.isDark = isDark;
@@ -27,12 +26,13 @@ function startTheme() {
 
 /** A chart that is drawn by `options()`, again whenever the theme changes, and fits its element. */
 function startChart(id, options) {
-  const chart = echarts.init($(id), null, { renderer: "canvas" });
-  const draw = () => chart.setOption(options(), { replaceMerge: ["series", "yAxis", "grid"] });
+  const element = $(id), chart = echarts.init(element);
+  const draw = () => chart.setOption(options());
   theme.listeners.push(draw);
-  charts.push(chart);
   draw();
-  new ResizeObserver(() => chart.resize()).observe($(id));
+  new ResizeObserver(() => {
+    if (chart.getWidth() !== element.clientWidth || chart.getHeight() !== element.clientHeight) chart.resize();
+  }).observe(element);
   return { chart, draw };
 }
 

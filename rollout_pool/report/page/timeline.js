@@ -9,26 +9,24 @@ class TimelineView {
     this.colourBy = "group";
     this.fillActors();
     this.fillIncidents();
+    this.fit();
     const { chart, draw } = startChart("timeline-chart", () => this.options());
     this.chart = chart;
-    const redraw = () => {
-      this.fit();
-      draw();
-    };
     $("actor").addEventListener("change", () => {
       this.actor = $("actor").value === "" ? null : Number($("actor").value);
-      redraw();
+      this.fit();
+      chart.resize();
+      draw();
     });
     $("colour").addEventListener("change", () => {
       this.colourBy = $("colour").value;
-      redraw();
+      draw();
     });
     $("zoom-out").addEventListener("click", () => this.zoom(0, overview.seconds));
-    chart.on("click", "series.slots", ({ data }) => {
+    chart.on("click", { seriesId: "slots" }, ({ data }) => {
       const [, group, sample] = overview.stays[data.value[4]];
       onSample(group, sample);
     });
-    redraw();
   }
 
   fillActors() {
@@ -71,11 +69,11 @@ class TimelineView {
     return { bands: shown, numRows: Math.max(1, first - 0.6) };
   }
 
+  /** Make room for the slots of the actors that are shown. */
   fit() {
     const { numRows } = this.bands();
     this.slotsHeight = Math.round(Math.min(Math.max(numRows * 11, 120), 560));
     $("timeline-chart").style.height = this.slotsHeight + 318 + "px";
-    this.chart?.resize();
   }
 
   zoom(startValue, endValue) {
