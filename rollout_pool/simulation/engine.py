@@ -190,7 +190,7 @@ class SimulatedEngine:
                 self._prefills += 1
                 self._computed += tokens
                 held += tokens * self._latency.prompt_token_s
-            row.first_step = self._steps
+            row.first_step, row.first_version = self._steps, self.version
             ends = self._steps + max(1, row.length - row.num_begun)
             heapq.heappush(self._live, (ends, next(self._order), row))
         return held

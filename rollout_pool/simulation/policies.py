@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
 from rollout_pool.pool import PoolActor
 from rollout_pool.requests import resolve_requests
@@ -43,8 +41,7 @@ class Work:
     def longest(self, request: RolloutRequest) -> int:
         """How long the longest sample will be."""
         name = f"name:{request.request_id}"
-        lengths = (self.lengths.of_sample(self.seed, name, index) for index in range(self.n))
-        return min(self.max_new_tokens, max(lengths))
+        return min(self.max_new_tokens, max(self.lengths.of_samples(self.seed, name, range(self.n))))
 
 
 Policy = Callable[[PoolActor, Cluster, Work], Awaitable[list[RolloutGroup]]]
@@ -93,16 +90,10 @@ async def split_tail(pool: PoolActor, cluster: Cluster, work: Work) -> list[Roll
 
 
 async def oversampled(pool: PoolActor, cluster: Cluster, work: Work) -> list[RolloutGroup]:
-    """A quarter more prompts than needed; when enough groups are there, the rest is cancelled."""
+    """A quarter more prompts than needed, ``take`` as many as needed; the rest is cancelled."""
     requests = work.requests(work.num_groups * 5 // 4)
-    taken = []
-    stream: Any = pool.stream(requests, work.sampling())
-    async with aclosing(stream) as groups:
-        async for group in groups:
-            taken.append(group)
-            if len(taken) == work.num_groups:
-                break
-    return taken
+    groups = await pool.rollout(requests, work.sampling(), take=work.num_groups)
+    return [group for group in groups if group.error is None]
 
 
 async def _in_parts(

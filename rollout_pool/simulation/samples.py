@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
 from rollout_pool.actors.versions import VersionLog
-from rollout_pool.simulation.workload import Lengths, tokens_of
-from rollout_pool.types import FinishReason, ResolvedRequest, RolloutGroup, Sample, TokenIds
+from rollout_pool.simulation.workload import MOST_TOKENS, Lengths, tokens_of
+from rollout_pool.types import FinishReason, Logprobs, ResolvedRequest, RolloutGroup, Sample, TokenIds
 
 _NONE: TokenIds = np.zeros(0, dtype=np.int64)
+_LOGPROBS: Logprobs = np.zeros(MOST_TOKENS, dtype=np.float32)
 
 
 @dataclass(eq=False, slots=True)
@@ -28,9 +30,11 @@ class PendingGroup:
         """One for each sample, with its length. Those that are resumed have begun."""
         request = self.request
         resumed = {sample.sample_index: sample for sample in request.resume}
+        indexes = range(request.sample_offset, request.sample_offset + request.sampling.n)
         rows = []
-        for index in range(request.sample_offset, request.sample_offset + request.sampling.n):
-            length = lengths.of_sample(request.seed, request.identity, index)
+        for index, length in zip(
+            indexes, lengths.of_samples(request.seed, request.identity, indexes), strict=True
+        ):
             versions = resumed[index].token_versions if index in resumed else _NONE
             rows.append(PendingRow(self, index, min(length, request.sampling.max_new_tokens), versions))
         return rows
@@ -52,7 +56,8 @@ class PendingRow:
     versions: TokenIds
     """Of the tokens that it came with."""
     first_step: int = -1
-    """After which step it came into a slot."""
+    """After which step it came into a slot; ``first_version`` were the weights then."""
+    first_version: int = -1
 
     @property
     def num_begun(self) -> int:
@@ -63,7 +68,7 @@ class PendingRow:
         """Its end, ``drawn`` steps after it came into a slot."""
         request = self.group.request
         length = min(self.length, self.num_begun + drawn)
-        zeros = np.broadcast_to(np.float32(0.0), (length,))
+        zeros = _LOGPROBS[:length]
         return Sample(
             token_ids=tokens_of(request.seed, request.identity, self.index, length),
             text="",
@@ -79,8 +84,11 @@ class PendingRow:
         )
 
     def _versions(self, length: int, log: VersionLog) -> TokenIds:
-        drawn = length - self.num_begun
-        since = log.of_steps(self.first_step + 1, min(1, drawn))
-        if not self.num_begun and (not drawn or since[0] == log.current):  # without a list of a thousand
-            return np.broadcast_to(np.int64(log.current), (length,))
-        return np.concatenate([self.versions, log.of_steps(self.first_step + 1, drawn)])
+        if not self.num_begun and self.first_version == log.current:  # as nearly all are
+            return _of_version(log.current)[:length]
+        return np.concatenate([self.versions, log.of_steps(self.first_step + 1, length - self.num_begun)])
+
+
+@lru_cache(maxsize=4)
+def _of_version(version: int) -> TokenIds:
+    return np.full(MOST_TOKENS, version, dtype=np.int64)

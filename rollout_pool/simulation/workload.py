@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -36,10 +37,11 @@ class Lengths:
         """The median length of a prompt's samples: what somebody may know who has seen it before."""
         return self.median * math.exp(self.sigma_prompt * _normal(f"prompt:{seed}:{identity}"))
 
-    def of_sample(self, seed: int, identity: str, sample_index: int) -> int:
-        """Before it is cut off at the budget; at least 1."""
-        own = self.sigma_sample * _normal(f"sample:{seed}:{identity}:{sample_index}")
-        return max(1, math.ceil(self.of_prompt(seed, identity) * math.exp(own)))
+    def of_samples(self, seed: int, identity: str, sample_indexes: Sequence[int]) -> list[int]:
+        """Before they are cut off at the budget; each at least 1."""
+        median = self.of_prompt(seed, identity)
+        own = (_normal(f"sample:{seed}:{identity}:{index}") for index in sample_indexes)
+        return [max(1, math.ceil(median * math.exp(self.sigma_sample * one))) for one in own]
 
 
 def tokens_of(seed: int, identity: str, sample_index: int, length: int) -> TokenIds:

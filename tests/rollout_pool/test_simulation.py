@@ -72,7 +72,7 @@ def step_by_step(groups: list[ResolvedRequest], arrivals: list[float], latency: 
         while to_come and arrivals[to_come[0]] <= now:
             number = to_come.pop(0)
             for index in range(groups[number].sampling.n):
-                length = SHORT.of_sample(groups[number].seed, groups[number].identity, index)
+                (length,) = SHORT.of_samples(groups[number].seed, groups[number].identity, [index])
                 waiting.append([number, min(length, groups[number].sampling.max_new_tokens)])
         for _ in range(min(len(waiting), latency.num_slots - len(live))):
             live.append(waiting.pop(0))
@@ -145,7 +145,7 @@ def test_what_was_cut_off_goes_on_to_the_same_end() -> None:
 
 def test_lengths_have_the_stated_distribution_and_samples_differ() -> None:
     lengths = Lengths(median=400, sigma_prompt=0.3, sigma_sample=0.4)
-    drawn = np.array([[lengths.of_sample(0, f"name:{p}", i) for i in range(8)] for p in range(1500)])
+    drawn = np.array([lengths.of_samples(0, f"name:{prompt}", range(8)) for prompt in range(1500)])
     logs = np.log(drawn)
     assert np.median(drawn) == pytest.approx(400, rel=0.03)
     assert logs.std() == pytest.approx(0.5, rel=0.03)
@@ -162,11 +162,8 @@ def test_a_policy_gives_the_same_row_every_time_and_every_slot_its_due(policy: s
     rows = [dataclasses.replace(run_policy(policy, WORK, latency, 3), driver_us_per_group=0) for _ in "ab"]
     assert rows[0] == rows[1]
     (row, _) = rows
-    wanted = sum(
-        min(200, WORK.lengths.of_sample(3, f"name:{group}", index))
-        for group in range(24)
-        for index in range(4)
-    )
+    lengths = (WORK.lengths.of_samples(3, f"name:{group}", range(4)) for group in range(24))
+    wanted = sum(min(200, length) for group in lengths for length in group)
     assert row.new_tokens == wanted or policy.startswith("5/4")
     # The most a pool can do, and the least the longest sample takes alone.
     assert row.tokens_per_s * (1 - row.wasted) <= 3 * 8 / latency.of_step(8)
