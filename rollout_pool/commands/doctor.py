@@ -56,7 +56,9 @@ def _shown(args: argparse.Namespace) -> Iterator[tuple[str, Check]]:
 
     cluster = partial(ray_cluster, args.ray_address, verbose=args.verbose)
     subject_shown = None
-    for subject, check in examine(Wanted(args.config, args.output, args.timeout, cluster)):
+    address = args.ray_address or os.environ.get("RAY_ADDRESS") or "local"
+    wanted = Wanted(args.config, args.output, args.timeout, cluster, joins=address != "local")
+    for subject, check in examine(wanted):
         if subject != subject_shown:
             print(subject)
             subject_shown = subject

@@ -33,15 +33,17 @@ class Wanted:
     """Of the engine's start; None: as the configuration says."""
     cluster: Callable[[], AbstractContextManager[None]]
     """Connects to Ray, or starts it."""
+    joins: bool = False
+    """The cluster is there already, so what engines need may be on its other nodes."""
 
 
 def examine(wanted: Wanted) -> Generator[tuple[str, Check], None, None]:
     """Every check with its subject, as soon as it is over."""
     yield from _about("environment", _environment())
     config = yield from _about("configuration", _configuration(wanted))
-    asked_for = config is not None and bool(config.gpus_per_actor)
+    asked_for = config is not None and bool(config.gpus_per_actor) and not wanted.joins
     gpus = yield from _about("devices", _devices(asked_for))
-    local, fits = yield from _about("model", _model(config))
+    local, fits = yield from _about("model", _model(config, wanted.joins))
     yield from _about("storage", guarded("output", storage.check_output, wanted.output))
     yield from _about("cluster", _cluster(wanted, local, fits, gpus))
 
@@ -85,8 +87,8 @@ def _devices(asked_for: bool) -> Checks[Gpus]:
     return gpus
 
 
-def _model(config: RunConfig | None) -> Checks[tuple[PoolConfig | None, bool]]:
-    """The configuration with the model's folder, when there is one, and whether it fits this machine."""
+def _model(config: RunConfig | None, joins: bool) -> Checks[tuple[PoolConfig | None, bool]]:
+    """The configuration with the model's folder, when there is one, and whether it fits."""
     local = None if config is None else (yield from guarded("model", _of_model("check_model"), config))
     if local is None:
         why = NO_CONFIG if config is None else "the model cannot be read"
@@ -94,7 +96,7 @@ def _model(config: RunConfig | None) -> Checks[tuple[PoolConfig | None, bool]]:
             yield skipped(name, why)
         return None, False
     yield from guarded("tokenizer", _of_model("check_tokenizer"), local)
-    fits = yield from guarded("memory", _of_model("check_memory"), local)
+    fits = yield from guarded("memory", _of_model("check_memory"), local, joins)
     return local, bool(fits)
 
 

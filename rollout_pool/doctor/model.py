@@ -11,7 +11,7 @@ from rollout_pool.errors import CapacityError, ConfigError
 from rollout_pool.run_config import RunConfig
 
 if TYPE_CHECKING:
-    from rollout_pool.planning.machine import Machine
+    from rollout_pool.planning.pool_plan import PoolPlan
 
 
 def check_config(path: Path) -> Checks[RunConfig | None]:
@@ -87,16 +87,16 @@ def check_tokenizer(config: PoolConfig) -> Checks[None]:
         )
 
 
-def check_memory(config: PoolConfig, machine: Machine | None = None) -> Checks[bool]:
-    """Whether weights and slots fit, and whether an engine takes the model; True when both do.
+def check_memory(config: PoolConfig, joins: bool = False) -> Checks[bool]:
+    """Whether weights and slots fit here, and whether an engine takes the model; True when both do.
 
-    machine: by default this one.
+    joins: engines will be on a cluster, where this machine's cores, GPUs and memory say little.
     """
-    from rollout_pool.planning.machine import this_machine
+    from rollout_pool.planning.machine import boundless_machine, this_machine
     from rollout_pool.planning.pool_plan import make_plan
-    from rollout_pool.planning.tables import describe_machine, size_of
+    from rollout_pool.planning.tables import describe_machine
 
-    machine = machine or this_machine()
+    machine = boundless_machine(config) if joins else this_machine()
     try:
         plan = make_plan(config, machine)
     except CapacityError as error:
@@ -110,7 +110,10 @@ def check_memory(config: PoolConfig, machine: Machine | None = None) -> Checks[b
     yield ok(
         "supported", f"{plan.kind} can be served in layout {config.engine.layout!r}, as far as its files tell"
     )
-    asked, memory = plan.resources, plan.memory
+    asked = plan.resources
+    if joins:
+        yield ok("memory", f"{_needs(plan)}; an engine says below whether a node of the cluster has that")
+        return True
     where = "a GPU" if asked.num_gpus else "cores"
     threads = "1 thread" if asked.threads == 1 else f"{asked.threads} threads"
     yield ok("actors", f"each on {where} with {threads}; {plan.ranks_per_node} of {plan.num_ranks} on a node")
@@ -118,9 +121,15 @@ def check_memory(config: PoolConfig, machine: Machine | None = None) -> Checks[b
         found, _, remedy = plan.problem.rpartition("; ")
         yield failed("memory", f"{found} ({describe_machine(machine)})", remedy)
         return False
-    yield ok(
-        "memory",
-        f"{size_of(memory.weight_bytes)} of weights, {size_of(memory.kv_bytes)} of KV for {memory.num_slots} "
-        f"slots of {memory.max_length} tokens; {plan.slots_that_fit:,} slots would fit",
-    )
+    yield ok("memory", f"{_needs(plan)}; {plan.slots_that_fit:,} slots would fit")
     return True
+
+
+def _needs(plan: PoolPlan) -> str:
+    from rollout_pool.planning.tables import size_of
+
+    memory = plan.memory
+    return (
+        f"{size_of(memory.weight_bytes)} of weights, {size_of(memory.kv_bytes)} of KV for {memory.num_slots} "
+        f"slots of {memory.max_length} tokens"
+    )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import sys
@@ -108,11 +108,11 @@ def _modules(distribution: importlib.metadata.Distribution) -> list[str]:
 
 
 def origin(module: str) -> Path | None:
-    """The file that ``import module`` would run, or the folder of one without ``__init__.py``."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return None
+    """The file that ``import module`` finds on ``sys.path``, or the folder of one without ``__init__.py``.
+
+    Not what this process has imported already: its first import may have been under another path.
+    """
+    spec = importlib.machinery.PathFinder.find_spec(module)
     if spec is None:
         return None
     if spec.origin is not None:

@@ -45,11 +45,12 @@ def check_ring(config: PoolConfig, asked: ActorResources, timeout_s: float) -> C
                 "look for a firewall; set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the right interface",
             )
             return
-    yield from _versions(places)
-    yield from _verdict(backend, size, places, times)
+    yield from versions(places)
+    yield from verdict(backend, size, places, times)
 
 
-def _versions(places: Sequence[tuple[RankInfo, dict[str, str]]]) -> Checks[None]:
+def versions(places: Sequence[tuple[RankInfo, dict[str, str]]]) -> Checks[None]:
+    """Whether all processes have the same packages; places: as :meth:`RingRank.place` tells them."""
     differing = sorted(
         {(info.host, name, version) for info, found in places for name, version in found.items()}
     )
@@ -66,9 +67,10 @@ def _versions(places: Sequence[tuple[RankInfo, dict[str, str]]]) -> Checks[None]
         yield ok("versions on nodes", f"the same on {', '.join(hosts)}")
 
 
-def _verdict(
+def verdict(
     backend: str, size: int, places: Sequence[tuple[RankInfo, dict[str, str]]], times: Sequence[RingTimes]
 ) -> Checks[None]:
+    """Sums and speed of one or more rings of ``size`` ranks."""
     wrong = [str(index) for index, one in enumerate(times) if not one.is_exact]
     if wrong:
         yield failed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -56,6 +57,14 @@ def this_machine() -> Machine:
     )
 
 
+def boundless_machine(config: PoolConfig) -> Machine:
+    """One node with room for all that ``config`` asks for: to know what that is, whatever there is."""
+    num_ranks = config.num_actors * config.tensor_parallel_size
+    each = 1.0 if config.gpus_per_actor is None else config.gpus_per_actor
+    cpus, gpus = num_ranks * (config.cpus_per_actor or 1), math.ceil(num_ranks * each)
+    return Machine(1, cpus, gpus, host_bytes=2**60, gpu_bytes=2**60, is_here=False)
+
+
 def described_machine(
     config: PoolConfig,
     *,
@@ -74,7 +83,7 @@ def described_machine(
     num_ranks = config.num_actors * config.tensor_parallel_size
     if gpus is None and gpu_memory is not None:
         each = 1.0 if config.gpus_per_actor is None else config.gpus_per_actor
-        gpus = -(-int(num_ranks * each + 0.999) // num_nodes)
+        gpus = math.ceil(num_ranks * each / num_nodes)
     num_gpus = here.gpus if gpus is None else gpus
     if num_gpus and gpu_memory is None and not here.gpus:
         raise ConfigError("--gpus: say how much memory each has, as in --gpu-memory 80GiB")

