@@ -36,6 +36,9 @@ RAY_USERS = (
     "actors.placement",
     "actors.tensor_parallel",
     "adapters.rollouts",
+    "doctor.cluster",
+    "doctor.engine",
+    "doctor.ring",
     "cli",
     "commands",
 )
