@@ -29,6 +29,8 @@ pytestmark = pytest.mark.usefixtures("cluster")
 ENGINE = EngineConfig(num_slots=4, max_length=128, deterministic="strict")
 SAMPLING = SamplingParams(n=2, max_new_tokens=100, ignore_eos=True, seed=7)
 DEADLINES = {"heartbeat_timeout_s": 4.0, "step_timeout_s": 6.0}
+NOTICED_S = 20.0
+"""Above the deadlines by what a busy machine adds."""
 PROMPTS = [RolloutRequest([5 + number], metadata=number) for number in range(12)]
 
 
@@ -74,9 +76,14 @@ def stream_and(pool, disturb: Callable[[], None]) -> list[RolloutGroup]:
 
 
 def stream_and_signal(pool, sent: int) -> list[RolloutGroup]:
-    """All groups of a call during which a signal ends one actor."""
-    victim = pids(pool)[0]
-    return stream_and(pool, lambda: os.kill(victim, sent))
+    """All groups of a call during which a signal ends one actor, and the pool notices it in time."""
+    victim, before = pids(pool)[0], balance(pool).actors_lost
+
+    def disturb() -> None:
+        os.kill(victim, sent)
+        wait_until(lambda: balance(pool).actors_lost == before + 1, NOTICED_S, "nobody noticed")
+
+    return stream_and(pool, disturb)
 
 
 def test_killed_actor_is_replaced_and_nothing_is_lost_or_different(pool) -> None:
@@ -117,9 +124,7 @@ def test_stopped_process_and_hanging_engine_are_replaced_within_their_deadlines(
     wait_for_actors(pool, 2)
     undisturbed = contents(ray.get(pool.rollout.remote(PROMPTS, SAMPLING), timeout=60))
     before, stopped = balance(pool), pids(pool)[0]
-    started = time.monotonic()
     assert contents(stream_and_signal(pool, signal.SIGSTOP)) == undisturbed
-    assert time.monotonic() - started < 30
     wait_until(lambda: is_gone(stopped), 20, "a stopped process keeps its memory")
     wait_for_actors(pool, 2)
 
