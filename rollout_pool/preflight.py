@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rollout_pool.actors.checkpoint_files import refuse_unreadable
 from rollout_pool.config import PoolConfig
+from rollout_pool.demo_model import NAME as DEMO_MODEL
 from rollout_pool.errors import CapacityError, ConfigError
 from rollout_pool.types import Prompt
 
@@ -57,7 +58,10 @@ def check_paths(config: PoolConfig) -> PoolConfig:
         if not may_read and path.is_dir():
             raise ConfigError(f"{key}: {value!r} is a directory that may not be read; change its permissions")
         if not path.exists():
-            raise ConfigError(f"{key}: there is no directory {value!r}; give one in Hugging Face format")
+            way_out = "give one in Hugging Face format"
+            if path.name == DEMO_MODEL:
+                way_out += ", or let `rollout-pool fetch-demo-model` make this one"
+            raise ConfigError(f"{key}: there is no directory {value!r}; {way_out}")
         if not path.is_dir():
             raise ConfigError(f"{key}: {value!r} is a file; expected a directory in Hugging Face format")
         if key == "model" and not (path / "config.json").is_file():

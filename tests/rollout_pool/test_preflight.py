@@ -207,6 +207,11 @@ def test_local_paths_become_absolute_and_hub_names_stay(
             "model: there is no directory '/no/such/model'; give one in Hugging Face format",
         ),
         ({"model": "./gone"}, "model: there is no directory './gone'; give one in Hugging Face format"),
+        (
+            {"model": "/no/SmolLM2-135M-Instruct"},
+            "model: there is no directory '/no/SmolLM2-135M-Instruct'; give one in Hugging Face format, or let "
+            "`rollout-pool fetch-demo-model` make this one",
+        ),
         ({"model": "empty"}, "model: 'empty' has no config.json, so it is not a Hugging Face model"),
         ({"model": "file.gguf"}, "model: 'file.gguf' is a file; expected a directory in Hugging Face format"),
         (
