@@ -20,11 +20,12 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help demo test test-fast test-lowest check format bench bench-layouts gpu-check venv clean
+.PHONY: help demo report-pictures test test-fast test-lowest check format bench bench-layouts gpu-check venv clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo         roll out real tasks on a small model: 2 CPU actors, rewards, log-probability check"
+	@echo "make report-pictures  the pictures of its report in docs/images, after make demo (needs Chromium)"
 	@echo "make test         all tests (fetches the demo model first)"
 	@echo "make test-fast    the tests that take seconds"
 	@echo "make test-lowest  the fast tests with the lowest supported transformers, ray and pydantic"
@@ -39,6 +40,9 @@ help:
 demo: $(VENV)/.demo
 	@$(BIN)/rollout-pool fetch-demo-model
 	@$(BIN)/python examples/demo.py
+
+report-pictures: $(VENV)/.dev
+	@$(BIN)/python benchmarks/report_pictures.py
 
 test: $(VENV)/.dev
 	@$(BIN)/rollout-pool fetch-demo-model

@@ -4,7 +4,8 @@
     {"event": "actors", "time", "actors": [{"name", "device", "threads"}, ...]}
     {"event": "group", "time", "index", "actor", "error", "queue_s", "prefill_tokens",
      "stays": [[sample_index, slot, start, ready, end], ...]}
-    {"event": "stats", "time", "returned", "failed", "replayed", ..., "engines": {"new_tokens", ...}}
+    {"event": "stats", "time", "returned", "failed", "replayed", ..., "actors": [name, ...],
+     "engines": {"new_tokens", ...}}
     {"event": "end", "time"}
 
 Times are seconds since the epoch. The file is a by-product: a run goes on when it cannot be written,
@@ -100,7 +101,10 @@ class TraceFile:
             for field in dataclasses.fields(stats)
             if isinstance(getattr(stats, field.name), int)
         }
-        self._write("stats", **counts, engines={name: count for name, count in engines.items() if count})
+        names = list(stats.actor_names)
+        self._write(
+            "stats", **counts, actors=names, engines={name: count for name, count in engines.items() if count}
+        )
 
     def end(self) -> None:
         """All groups have come."""

@@ -156,8 +156,12 @@ def _incidents(before: Event, now: Event) -> Iterable[tuple[str, str]]:
     def more(name: str, old: Event, new: Event) -> int:
         return int(new.get(name, 0) - old.get(name, 0))
 
+    old, new = before.get("actors", []), now.get("actors", [])
     if (lost := more("actors_lost", before, now)) > 0:
-        yield "lost", f"{_count_of(lost, 'actor')} lost, to be replaced"
+        gone = ", ".join(name for name in old if name not in new)
+        yield "lost", f"{gone or _count_of(lost, 'actor')} lost, to be replaced"
+    if old and now.get("actors_lost") and (come := [name for name in new if name not in old]):
+        yield "joined", f"{', '.join(come)} takes the place of a lost actor"
     if (replayed := more("replayed", before, now)) > 0:
         yield "replayed", f"{_count_of(replayed, 'group')} sent out again after the loss of an actor"
     if (restarted := more("restarted", before, now)) > 0:

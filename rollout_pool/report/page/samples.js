@@ -112,7 +112,7 @@ class SampleBrowser {
     close.addEventListener("click", () => this.close());
     const scale = make("span", "dim", "likely ");
     scale.append(make("span", "scale"), " unlikely");
-    head.append(make("h2", "", `Prompt ${group.index}`), make("span", "dim", `${group.prompt_tokens} tokens`), scale, close);
+    head.append(make("h2", "", `Prompt ${group.index}`), close, make("span", "dim", `${group.prompt_tokens} tokens`), scale);
     const siblings = make("div", "siblings");
     const lazily = new IntersectionObserver((entries) => {
       for (const { isIntersecting, target } of entries) {

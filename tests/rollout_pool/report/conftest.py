@@ -146,7 +146,15 @@ def _events(run: FakeRun, tokenizer: str, start: float = 1_000.0) -> list[dict[s
             "decode_steps": 10,
             "rows_decoded": 120,
         }
-        counts = {"actors_lost": int(is_late), "replayed": 2 * int(is_late), "engines": engines}
+        present = (
+            ["actor-0"] if number == len(groups) // 2 else ["actor-0", "actor-1.1" if is_late else "actor-1"]
+        )
+        counts = {
+            "actors_lost": int(is_late),
+            "replayed": 2 * int(is_late),
+            "engines": engines,
+            "actors": present,
+        }
         events += [group, {"event": "stats", "time": group["time"], **counts}]
     return [*events, {"event": "end", "time": max(free_at.values())}]
 

@@ -98,7 +98,8 @@ def test_the_timeline_zooms_and_opens_what_is_clicked(
 
     page.locator("#incidents summary").click()
     texts = page.locator("#incidents li span").all_text_contents()
-    assert "1 actor lost, to be replaced" in texts
+    assert "actor-1 lost, to be replaced" in texts
+    assert "actor-1.1 takes the place of a lost actor" in texts
     assert "2 groups sent out again after the loss of an actor" in texts
     assert any(text.endswith("<b>& more</b>") for text in texts)
     page.locator("#incidents button").first.click()
