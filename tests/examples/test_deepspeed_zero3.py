@@ -16,11 +16,11 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "deepspeed_zero3.py"
 @pytest.mark.slow
 def test_every_step_learns_from_samples_of_the_present_weights() -> None:
     pytest.importorskip("deepspeed")
-    command = [sys.executable, "-P", str(SCRIPT), "--steps", "4"]
+    command = [sys.executable, "-P", str(SCRIPT), "--steps", "3"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     differences = [float(value) for value in re.findall(r"off by (\S+)", done.stdout)]
-    assert len(differences) == 4
+    assert len(differences) == 3
     assert max(differences) < 1e-3
-    assert re.findall(r"version (\d+)", done.stdout) == ["1", "2", "3", "4"]
+    assert re.findall(r"version (\d+)", done.stdout) == ["1", "2", "3"]
