@@ -22,12 +22,19 @@ class Summary:
         self.num_groups = 0
         self.num_samples = 0
         self.num_tokens = 0
+        self._num_of_texts = 0
+        self._num_ended_at_once = 0
 
     def add(self, line: PromptLine, group: RolloutGroup) -> None:
         """One more group has finished."""
         self.num_groups += 1
         self.num_samples += len(group.samples)
         self.num_tokens += sum(len(sample.token_ids) for sample in group.samples)
+        if isinstance(line.request.prompt, str):
+            self._num_of_texts += len(group.samples)
+            self._num_ended_at_once += sum(
+                sample.finish_reason == "stop" and len(sample.token_ids) == 1 for sample in group.samples
+            )
         if group.error is not None:
             self._failures.append(f"prompt {line.index}: {group.error}")
 
@@ -46,6 +53,12 @@ class Summary:
         computed = sum(actor.prefill_tokens for actor in self._stats.actors)
         saved = sum(actor.prefill_tokens_saved for actor in self._stats.actors)
         yield f"prompt tokens: {computed} computed, {saved} saved by sharing"
+        if self._num_ended_at_once * 2 > self._num_of_texts:
+            yield (
+                f"{self._num_ended_at_once} of {self._num_of_texts} samples of plain texts ended with their "
+                "first token: a text is continued as it stands; for answers of an instruction model write it "
+                'as a chat, {"messages": [{"role": "user", "content": "..."}]}'
+            )
         if self._stats.actors_lost:
             yield f"{self._stats.actors_lost} actors were lost, {self._stats.replayed} groups replayed"
         if self._failures:

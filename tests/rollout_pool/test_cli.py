@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
@@ -15,7 +16,7 @@ from rollout_pool.commands.summary import Summary
 from rollout_pool.prompt_file import read_prompts
 from rollout_pool.requests import resolve_requests
 from rollout_pool.run_config import RunConfig
-from rollout_pool.types import EngineStats, PoolStats
+from rollout_pool.types import EngineStats, PoolStats, Sample
 
 
 def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,3 +163,19 @@ def test_the_summary_names_the_first_failures(tmp_path: Path) -> None:
     assert "prompt tokens: 10 computed, 30 saved by sharing" in text
     assert "5 groups failed:\n  prompt 0: request '0': the prompt is empty\n" in text
     assert text.endswith("... and 2 more")
+
+
+def test_summary_says_why_an_instruction_model_answers_a_plain_text_with_nothing(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('"What is this?"\n[{"role": "user", "content": "hi"}]\n')
+    ids, logprobs = np.array([2]), np.array([-0.1], dtype=np.float32)
+    sample = Sample(ids, "", logprobs, logprobs, "stop", 2, 0, ids, seed=0, sample_index=0)
+    lines = read_prompts(str(tmp_path / "p.jsonl"), RunConfig(model="m"))
+    for is_text in (True, False):
+        summary = Summary()
+        line = lines[0 if is_text else 1]
+        (request,) = resolve_requests([line.request], None, seed=0)
+        failed = rollout_pool.requests.failed_group(request, "")
+        summary.add(line, failed.replace(samples=[sample] * 4, error=None))
+        summary.finish(PoolStats())
+        text = "\n".join(summary.lines())
+        assert ("4 of 4 samples of plain texts ended with their first token" in text) is is_text
