@@ -16,6 +16,7 @@ from rollout_pool.actors.rollout_actor import RankInfo, keep_checkout_off_path, 
 from rollout_pool.actors.weight_receiver import WeightReceiver
 from rollout_pool.config import PoolConfig
 from rollout_pool.errors import RolloutPoolError
+from rollout_pool.logs import set_up_logs
 
 if TYPE_CHECKING:
     from rollout_pool.actors.worker import Worker
@@ -29,6 +30,7 @@ class FollowerActor(WeightReceiver):
 
     def __init__(self, config: PoolConfig, name: str, rank: int, *, threads: int, device: str) -> None:
         keep_checkout_off_path()
+        set_up_logs(actor=name, rank=str(rank))
         self._name = f"rank {rank} of {name}"
         self._config = config
         self._rank = rank

@@ -24,6 +24,7 @@ from rollout_pool.actors.weight_receiver import WeightReceiver
 from rollout_pool.actors.weight_records import Bucket, Manifest, WeightReceipt
 from rollout_pool.config import PoolConfig
 from rollout_pool.errors import ActorStartError, PoolClosedError, RolloutPoolError
+from rollout_pool.logs import set_up_logs
 from rollout_pool.requests import failed_group
 from rollout_pool.types import EngineStats, ResolvedRequest, RolloutGroup
 
@@ -73,6 +74,7 @@ class RolloutActor(WeightReceiver):
 
     def __init__(self, config: PoolConfig, name: str, *, threads: int, device: str) -> None:
         keep_checkout_off_path()
+        set_up_logs(actor=name)
         self.name = name
         self._config = config
         self._threads = threads

@@ -24,6 +24,7 @@ from rollout_pool.actors.progress import Progress
 from rollout_pool.actors.rollout_actor import ActorInfo, RolloutActor
 from rollout_pool.config import PoolConfig
 from rollout_pool.errors import ConfigError
+from rollout_pool.logs import log_variables
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,9 @@ class RankActors:
             "num_gpus": self._amounts.get("GPU", 0),
             "max_concurrency": 4 * self._config.engine.num_slots + MORE_CALLS,
             "scheduling_strategy": strategy,
-            "runtime_env": {"env_vars": process_environment(self._threads, sees_gpus=not is_on_cores)},
+            "runtime_env": {
+                "env_vars": process_environment(self._threads, sees_gpus=not is_on_cores) | log_variables()
+            },
         }
         how = {"threads": self._threads, "device": self._device}
         if rank > 0:

@@ -11,6 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollout_pool.config import PoolConfig
 from rollout_pool.errors import ConfigError
+from rollout_pool.logs import log_variables
 from rollout_pool.pool import PoolActor
 from rollout_pool.pool_memory import RayMemory
 from rollout_pool.preflight import check_paths, check_split, plan_actors, span_warning
@@ -78,6 +79,7 @@ def _start_pool(config: PoolConfig, ray_options: dict[str, Any]) -> Any:
         "num_cpus": 0,
         "max_concurrency": MAX_CALLS,
         "scheduling_strategy": home,
+        "runtime_env": {"env_vars": variables} if (variables := log_variables()) else None,
         **ray_options,
     }
     is_detached = ray_options.get("lifetime") == "detached"

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollout_pool.requests import failed_group
 from rollout_pool.routing import CallKey, GroupWork
 from rollout_pool.types import CANCELLED, ResolvedRequest, RolloutGroup
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -36,6 +39,11 @@ class Job:
     def ticket(self) -> int:
         """The arrival number in this pool."""
         return self.work.ticket
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """What a log says it is about."""
+        return {"request_id": self.request.request_id, "group": self.ticket, "attempt": self.attempt}
 
     def for_engine(self) -> ResolvedRequest:
         """What goes to an actor: named by the ticket, because two calls may use the same request id,
@@ -143,6 +151,7 @@ class Ledger:
             )
             return False
         self.replayed += 1
+        logger.info("a group runs again, for its actor was lost", extra=job.fields)
         return True
 
     def may_restart(self, job: Job, max_staleness: int) -> bool:
@@ -159,6 +168,7 @@ class Ledger:
             return False
         job.num_restarts += 1
         self.restarted += 1
+        logger.info("a group is drawn anew, for it was too old", extra=job.fields)
         return True
 
     def _hold(self, job: Job, group: RolloutGroup) -> None:
@@ -178,6 +188,7 @@ class Ledger:
             self.cancelled += 1
         else:
             self.failed += 1
+            logger.info("a group failed; its caller knows why", extra=job.fields)
 
 
 def cancelled_group(request: ResolvedRequest) -> RolloutGroup:

@@ -98,7 +98,7 @@ class Metrics:
             self._end(name)
 
     def _end(self, actor: str) -> None:
-        """An actor is gone: what it has counted stays, so that sums do not fall, and it holds nothing."""
+        """An actor is gone and holds nothing, until Ray forgets it (later versions do after 20 s)."""
         for metric, gauge in self._of_actor:
             if not metric.is_total:
                 gauge.set(0, {"pool": self._pool, "actor": actor})

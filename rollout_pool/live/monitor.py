@@ -19,6 +19,7 @@ from rollout_pool.config import PoolConfig
 from rollout_pool.live.metrics import Metrics
 from rollout_pool.live.rates import Rate
 from rollout_pool.live.snapshot import ActorView, PoolSnapshot
+from rollout_pool.logs import set_up_logs
 from rollout_pool.types import EngineStats, PoolStats
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class Monitor:
         self._tokens: dict[str, Rate] = {}
         self._groups = Rate(GROUP_WINDOW_S)
         self._warnings = _Warnings()
+        if (name := pool_name()) is not None:
+            set_up_logs(pool=name)
 
     async def run(self) -> None:
         """Look and publish until cancelled, and once more then."""
@@ -134,3 +137,6 @@ class _Warnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(self.format(record).partition("\n")[0])
+        others = [*logging.getLogger("rollout_pool").handlers, *logging.getLogger().handlers]
+        if others == [self] and logging.lastResort is not None:
+            logging.lastResort.handle(record)  # which Python does by itself where there is no handler
