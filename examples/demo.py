@@ -4,12 +4,14 @@
     python examples/demo.py
 
 The tasks and their verifiers are from reasoning-gym; a 135M model gets some of them right, some of the
-time, which is what a trainer would learn from. Needs ``pip install 'rollout-pool[demo]'``.
+time, which is what a trainer would learn from. Samples and rewards are written as ``rollout-pool run``
+would, and drawn as one HTML page. Needs ``pip install 'rollout-pool[demo]'``.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import re
@@ -30,7 +32,11 @@ from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
 from rollout_pool import RolloutGroup, RolloutPool, RolloutRequest, demo_model, verify
+from rollout_pool.prompt_file import PromptLine
+from rollout_pool.records import to_record
+from rollout_pool.report.page import write_report
 from rollout_pool.run_config import RunConfig
+from rollout_pool.trace import TraceFile, trace_path
 from rollout_pool.types import PoolStats
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "cpu_demo.yaml"
@@ -54,11 +60,16 @@ console = Console(highlight=False)
 def main() -> None:
     parser = argparse.ArgumentParser(description="Roll out tasks with verifiers on a small real model.")
     parser.add_argument("--problems", type=int, default=8, help="problems of each task (default: 8)")
-    problems = parser.parse_args().problems
+    parser.add_argument(
+        "--output", type=Path, default=Path("demo_output"), metavar="DIR", help="default: demo_output"
+    )
+    args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    output = args.output / "samples.jsonl"
 
     config = RunConfig.load(CONFIG, {"model": str(demo_model.fetch(say=console.print))})
     tasks = {
-        name: reasoning_gym.create_dataset(name, seed=config.seed, size=problems, **options)
+        name: reasoning_gym.create_dataset(name, seed=config.seed, size=args.problems, **options)
         for name, options in TASKS.items()
     }
     requests = [
@@ -70,11 +81,15 @@ def main() -> None:
 
     ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     pool = RolloutPool.remote(config.pool)
-    with console.status(f"{config.num_actors} actors load {demo_model.NAME}"):
-        ray.get(pool.ready.remote())
-    start = time.monotonic()
-    groups = roll_out(pool, requests, config)
-    seconds = time.monotonic() - start
+    with TraceFile(trace_path(output)) as trace:
+        trace.begin(config, len(requests))
+        with console.status(f"{config.num_actors} actors load {demo_model.NAME}"):
+            trace.add_actors(ray.get(pool.ready.remote()))
+            trace.add_stats(ray.get(pool.stats.remote()))
+        start = time.monotonic()
+        groups = roll_out(pool, requests, config, trace)
+        seconds = time.monotonic() - start
+        trace.end()
     stats = ray.get(pool.stats.remote())
     ray.shutdown()
 
@@ -82,6 +97,9 @@ def main() -> None:
     show_samples(groups, rewards)
     show_rewards(groups, rewards)
     show_figures(groups, seconds, stats)
+    write_samples(output, groups, requests, rewards, config)
+    write_report(output, output.with_suffix(".html"))
+    console.print(f"the report is in {output.with_suffix('.html')}: open it in a browser")
     transformers_logging.disable_progress_bar()
     step = math.ceil(len(groups) / NUM_VERIFIED)
     with console.status("rescoring some groups with a plain forward of the model"):
@@ -92,7 +110,9 @@ def chat(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text.strip()}]
 
 
-def roll_out(pool: Any, requests: list[RolloutRequest], config: RunConfig) -> list[RolloutGroup]:
+def roll_out(
+    pool: Any, requests: list[RolloutRequest], config: RunConfig, trace: TraceFile
+) -> list[RolloutGroup]:
     """All groups in the order of the requests, with a bar that moves when one finishes."""
     columns = (
         TextColumn("groups"),
@@ -108,6 +128,8 @@ def roll_out(pool: Any, requests: list[RolloutRequest], config: RunConfig) -> li
         for ref in pool.stream.remote(requests, config.sampling):
             group = ray.get(ref)
             groups.append(group)
+            trace.add_group(group)
+            trace.add_stats(ray.get(pool.stats.remote()))
             tokens += sum(len(sample.token_ids) for sample in group.samples)
             progress.update(bar, advance=1, tokens=tokens)
     return sorted(groups, key=lambda group: group.index)
@@ -118,6 +140,24 @@ def score(group: RolloutGroup, tasks: dict[str, Any]) -> list[float]:
     dataset, entry = tasks[group.metadata["task"]], group.metadata["entry"]
     answers = [re.findall(r"-?\d+", sample.text) for sample in group.samples]
     return [dataset.score_answer(found[-1] if found else None, entry) for found in answers]
+
+
+def write_samples(
+    path: Path,
+    groups: list[RolloutGroup],
+    requests: list[RolloutRequest],
+    rewards: dict[int, list[float]],
+    config: RunConfig,
+) -> None:
+    """One line per group, as ``rollout-pool run`` writes them, with the reward in each sample."""
+    with path.open("w") as file:
+        for group in groups:
+            line = PromptLine(group.index, requests[group.index], config.sampling, "")
+            record = to_record(line, group, config.results_hash())
+            record["request_id"] = group.request_id
+            for sample, reward in zip(record["samples"], rewards.get(group.index, ()), strict=False):
+                sample["reward"] = reward
+            file.write(json.dumps(record) + "\n")
 
 
 def show_samples(groups: list[RolloutGroup], rewards: dict[int, list[float]]) -> None:
