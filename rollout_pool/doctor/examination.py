@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-RING_TIMEOUT_S = 120.0
+RING_TIMEOUT_S = 300.0
 NO_CONFIG = "no configuration was given (--config FILE)"
 
 

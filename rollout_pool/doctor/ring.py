@@ -46,7 +46,7 @@ def check_ring(config: PoolConfig, asked: ActorResources, timeout_s: float) -> C
             )
             return
     yield from versions(places)
-    yield from verdict(backend, size, places, times)
+    yield from verdict(backend, size, places, times, is_split=config.tensor_parallel_size > 1)
 
 
 def versions(places: Sequence[tuple[RankInfo, dict[str, str]]]) -> Checks[None]:
@@ -68,9 +68,14 @@ def versions(places: Sequence[tuple[RankInfo, dict[str, str]]]) -> Checks[None]:
 
 
 def verdict(
-    backend: str, size: int, places: Sequence[tuple[RankInfo, dict[str, str]]], times: Sequence[RingTimes]
+    backend: str,
+    size: int,
+    places: Sequence[tuple[RankInfo, dict[str, str]]],
+    times: Sequence[RingTimes],
+    *,
+    is_split: bool,
 ) -> Checks[None]:
-    """Sums and speed of one or more rings of ``size`` ranks."""
+    """Sums and speed of one or more rings of ``size`` ranks; is_split: every layer of a step waits for it."""
     wrong = [str(index) for index, one in enumerate(times) if not one.is_exact]
     if wrong:
         yield failed(
@@ -88,7 +93,7 @@ def verdict(
         f"sums right to the bit on each, {rate / 1e9:.2f} GB/s, "
         f"{small * 1e6:.0f} us for {4 * SMALL // 1024} KiB"
     )
-    if backend == "NCCL" and rate < SLOW_GPU_BYTES_PER_S:
+    if is_split and backend == "NCCL" and rate < SLOW_GPU_BYTES_PER_S:
         yield warning(
             "ring",
             text,
