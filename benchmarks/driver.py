@@ -1,6 +1,7 @@
 """What the pool actor itself can do: groups and heartbeats through real Ray, with actors that do nothing.
 
     python benchmarks/driver.py [--actors 8 64 256] [--groups 2000] [--n 8] [--tokens 512] [--json FILE]
+    python benchmarks/driver.py --in-process --actors 8 64 256 1024 --groups 8192
 
 A real pool actor, in a process of its own, with Ray actors that answer each group at once with one made
 before. Actors share processes, because only the calls count. Reported are rates and the CPU time of the
@@ -25,6 +26,10 @@ from rollout_pool.config import EngineConfig, PoolConfig
 from rollout_pool.launch import MAX_CALLS
 from rollout_pool.pool import PoolActor
 from rollout_pool.preflight import ActorResources
+from rollout_pool.simulation.latency import GPU_ASSUMED
+from rollout_pool.simulation.policies import Work
+from rollout_pool.simulation.study import run_policy
+from rollout_pool.simulation.workload import Lengths
 from rollout_pool.types import EngineStats, ResolvedRequest, RolloutGroup, Sample, SamplingParams
 
 
@@ -115,6 +120,22 @@ def measure(num_actors: int, handles: list[Any], args: argparse.Namespace) -> di
     }
 
 
+def show(row: dict[str, float]) -> None:
+    """As one line."""
+    print("  ".join(f"{name} {value:.4g}" for name, value in row.items()), flush=True)
+
+
+def in_process(num_actors: int, num_groups: int, n: int) -> dict[str, float]:
+    """Without Ray: simulated engines that end a group after one step; CPU time of the pool's code alone."""
+    work = Work(num_groups, n, 1, 1, seed=0, lengths=Lengths())
+    row = run_policy("dynamic", work, GPU_ASSUMED, num_actors)
+    return {
+        "actors": num_actors,
+        "groups_per_cpu_s": 1e6 / row.driver_us_per_group,
+        "cpu_us_per_group": row.driver_us_per_group,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--actors", type=int, nargs="+", default=[8, 64, 256])
@@ -123,8 +144,13 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=8, help="samples per group")
     parser.add_argument("--tokens", type=int, default=512, help="per sample")
     parser.add_argument("--idle", type=float, default=4.0, help="seconds to watch an idle pool")
+    parser.add_argument("--in-process", action="store_true", help="without Ray")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.in_process:
+        for num_actors in args.actors:
+            show(in_process(num_actors, args.groups, args.n))
+        return
     ray.init(address="local", include_dashboard=False, num_cpus=4, log_to_driver=False)
     options = {"num_cpus": 0, "max_concurrency": MAX_CALLS}
     handles = [
@@ -132,8 +158,8 @@ def main() -> None:
     ]
     results = []
     for num_actors in args.actors:
-        results.append(row := measure(num_actors, handles, args))
-        print("  ".join(f"{name} {value:.4g}" for name, value in row.items()), flush=True)
+        results.append(measure(num_actors, handles, args))
+        show(results[-1])
     if args.json is not None:
         args.json.write_text(
             json.dumps({"arguments": vars(args) | {"json": None}, "rows": results}, indent=1)

@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "RolloutPool": "rollout_pool.launch",
+    "RolloutPools": "rollout_pool.pools",
     "PoolConfig": "rollout_pool.config",
     "EngineConfig": "rollout_pool.config",
     "SamplingParams": "rollout_pool.types",
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from rollout_pool.oversampling import Oversampled as Oversampled
     from rollout_pool.oversampling import oversample as oversample
     from rollout_pool.oversampling import stream_prompts as stream_prompts
+    from rollout_pool.pools import RolloutPools as RolloutPools
     from rollout_pool.types import RolloutGroup as RolloutGroup
     from rollout_pool.types import RolloutRequest as RolloutRequest
     from rollout_pool.types import Sample as Sample

@@ -43,7 +43,7 @@ class RolloutPool:
         Raises :class:`ConfigError` or :class:`CapacityError` before any actor starts. What only
         the loading can find is raised by the handle's first call, and by ``ready``.
         """
-        return _start_pool(config, {})
+        return start_pool(config, {})
 
     @staticmethod
     def options(**ray_options: Any) -> _WithOptions:
@@ -56,10 +56,11 @@ class _WithOptions:
         self._ray_options = ray_options
 
     def remote(self, config: PoolConfig) -> Any:
-        return _start_pool(config, self._ray_options)
+        return start_pool(config, self._ray_options)
 
 
-def _start_pool(config: PoolConfig, ray_options: dict[str, Any]) -> Any:
+def start_pool(config: PoolConfig, ray_options: dict[str, Any], planned_as: PoolConfig | None = None) -> Any:
+    """See :meth:`RolloutPool.remote`. planned_as: all actors among which the cluster is divided."""
     if not isinstance(config, PoolConfig):
         raise ConfigError(f"config must be a PoolConfig, got {type(config).__name__}")
     config = check_paths(config)
@@ -67,7 +68,7 @@ def _start_pool(config: PoolConfig, ray_options: dict[str, Any]) -> Any:
     if not ray.is_initialized():
         ray.init()
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    resources = plan_actors(config, nodes)
+    resources = plan_actors(planned_as or config, nodes)
     if (warning := span_warning(config, resources, nodes)) is not None:
         warnings.warn(warning, stacklevel=3)
     # By its name others find it, and see whether a pool is gone whose placement groups are still there.

@@ -62,6 +62,8 @@ def resolve_requests(
 
 
 def _resolve(item: Any, index: int, default: SamplingParams, call_seed: int) -> ResolvedRequest:
+    if isinstance(item, ResolvedRequest):  # by whoever deals calls out to several pools
+        return item
     request = item if isinstance(item, RolloutRequest) else RolloutRequest(item)
     fault = _fault(request)
     params = request.sampling if isinstance(request.sampling, SamplingParams) else default

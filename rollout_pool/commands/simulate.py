@@ -21,6 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all lengths (default 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--policies", metavar="NAMES", help="only these, separated by ';' (default: all)")
+    parser.add_argument(
+        "--pools", type=int, default=1, metavar="N", help="that the actors are divided among (default 1)"
+    )
     parser.add_argument("--engine", default="gpu", metavar="NAME", help="cpu or gpu (default: gpu)")
     work = parser.add_argument_group("the work")
     for name, kind, default, text in (
@@ -56,6 +59,10 @@ def run(args: argparse.Namespace) -> int:
     names = list(POLICIES) if args.policies is None else [one.strip() for one in args.policies.split(";")]
     if unknown := [name for name in names if name not in POLICIES]:
         raise ConfigError(f"--policies: no {unknown[0]!r}; there are {'; '.join(POLICIES)}")
+    if args.pools != 1 and "5/4 asked, 4/5 taken" in names:
+        raise ConfigError("--pools: several pools do not take a part of what is asked; name other --policies")
+    if not 1 <= args.pools <= min(counts):
+        raise ConfigError(f"--pools: must be from 1 to the number of actors, got {args.pools}")
     lengths = Lengths(args.median, args.sigma_prompt, args.sigma_sample)
     rows = []
     for count in counts:
@@ -69,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         )
         for name in names:
             print(f"{count} actors: {name}", file=sys.stderr)
-            rows.append(run_policy(name, work, PRESETS[args.engine], count))
+            rows.append(run_policy(name, work, PRESETS[args.engine], count, args.pools))
     for line in table(rows):
         print(line)
     if args.json is not None:

@@ -34,21 +34,25 @@ class Cluster:
     """CPU time of what only pretends."""
     alive: dict[str, SimulatedRanks] = field(default_factory=dict)
     """Engines whose process is up, by name; loaded or not."""
+    num_pools: int = 0
     actors: list[SimulatedActor] = field(default_factory=list)
     """All that there ever were."""
 
     def start_pool(self, config: PoolConfig) -> PoolActor:
         """The real pool, whose actors are here. In the running loop."""
-        new_ranks: Any = partial(SimulatedRanks, self)
+        self.num_pools += 1
+        new_ranks: Any = partial(
+            SimulatedRanks, self, f"pool-{self.num_pools}/" if self.num_pools > 1 else ""
+        )
         return PoolActor(config, ActorResources(1, 0, 1), new_ranks=new_ranks)
 
 
 class SimulatedRanks:
     """Stands for :class:`~rollout_pool.actors.tensor_parallel.RankActors` of size 1."""
 
-    def __init__(self, cluster: Cluster, name: str) -> None:
+    def __init__(self, cluster: Cluster, pool: str, name: str) -> None:
         self.stage: Literal["placement", "processes", "loading"] = "processes"
-        self.name = name
+        self.name = pool + name
         self.is_loaded = False
         self.is_killed = asyncio.Event()
         self._cluster = cluster

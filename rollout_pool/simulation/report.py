@@ -12,6 +12,7 @@ from rollout_pool.simulation.workload import Lengths
 
 COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("actors", "num_actors", "{}"),
+    ("pools", "num_pools", "{}"),
     ("policy", "policy", "{}"),
     ("all back, s", "makespan_s", "{:.1f}"),
     ("95% back, s", "p95_s", "{:.1f}"),

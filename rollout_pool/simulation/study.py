@@ -6,13 +6,16 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rollout_pool.config import EngineConfig, PoolConfig
+from rollout_pool.pools import deal, sizes
+from rollout_pool.requests import resolve_requests
 from rollout_pool.simulation.clock import run_virtually
 from rollout_pool.simulation.cluster import Cluster
 from rollout_pool.simulation.latency import Latency
 from rollout_pool.simulation.policies import POLICIES, Work
-from rollout_pool.types import RolloutGroup
+from rollout_pool.types import RolloutGroup, RolloutRequest, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,7 @@ class Row:
 
     policy: str
     num_actors: int
+    num_pools: int
     num_groups: int
     new_tokens: int
     """Of the groups that were asked for."""
@@ -40,25 +44,41 @@ class Row:
     """Tokens drawn for groups that nobody took, over all."""
 
 
-def run_policy(name: str, work: Work, latency: Latency, num_actors: int) -> Row:
+def run_policy(name: str, work: Work, latency: Latency, num_actors: int, num_pools: int = 1) -> Row:
     """Simulate one policy in a pool of its own. The same arguments give the same row, but for CPU time."""
-    return run_virtually(_measure(name, work, latency, num_actors))
+    return run_virtually(_measure(name, work, latency, num_actors, num_pools))
 
 
-async def _measure(name: str, work: Work, latency: Latency, num_actors: int) -> Row:
+class _Pools:
+    """Several pools that a call is dealt out to, as :class:`~rollout_pool.pools.RolloutPools` does it."""
+
+    def __init__(self, pools: Sequence[Any], num_actors: Sequence[int]) -> None:
+        self._pools, self._num_actors = pools, num_actors
+
+    async def rollout(
+        self, prompts: Sequence[RolloutRequest], sampling: SamplingParams | None = None
+    ) -> list[RolloutGroup]:
+        parts = deal(resolve_requests(prompts, sampling, seed=0), self._num_actors)
+        calls = (pool.rollout(part) for pool, part in zip(self._pools, parts, strict=True))
+        return [group for groups in await asyncio.gather(*calls) for group in groups]
+
+
+async def _measure(name: str, work: Work, latency: Latency, num_actors: int, num_pools: int) -> Row:
     cluster = Cluster(latency, work.lengths)
     length = work.prompt_tokens + work.max_new_tokens
     engine = EngineConfig(num_slots=latency.num_slots, max_length=length)
-    config = PoolConfig(model="simulated", num_actors=num_actors, engine=engine)
-    pool = cluster.start_pool(config)
-    await pool.ready()
+    num_each = sizes(num_actors, num_pools)
+    configs = (PoolConfig(model="simulated", num_actors=num, engine=engine) for num in num_each)
+    pools = [cluster.start_pool(config) for config in configs]
+    await asyncio.gather(*(pool.ready() for pool in pools))
+    front: Any = pools[0] if num_pools == 1 else _Pools(pools, num_each)
     loop = asyncio.get_running_loop()
     began, cpu, of_engines = loop.time(), time.thread_time(), cluster.meter.cpu_s
-    groups = await POLICIES[name](pool, cluster, work)
+    groups = await POLICIES[name](front, cluster, work)
     cpu = time.thread_time() - cpu - (cluster.meter.cpu_s - of_engines)
     makespan = loop.time() - began
     row = _row(name, cluster, groups, began, makespan, cpu, work)
-    await pool.shutdown()
+    await asyncio.gather(*(pool.shutdown() for pool in pools))
     return row
 
 
@@ -82,6 +102,7 @@ def _row(
     return Row(
         policy=name,
         num_actors=len(engines),
+        num_pools=cluster.num_pools,
         num_groups=work.num_groups,
         new_tokens=tokens,
         makespan_s=makespan,

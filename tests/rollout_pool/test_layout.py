@@ -19,6 +19,7 @@ PACKAGES = ("rollout_pool", "actors", "kernels")
 RAY_USERS = (
     "launch",
     "pool",
+    "pools",
     "callers",
     "dispatch",
     "oversampling",
@@ -63,6 +64,7 @@ PUBLIC = {
     "RolloutGroup",
     "RolloutPool",
     "RolloutPoolError",
+    "RolloutPools",
     "RolloutRequest",
     "Sample",
     "SamplingParams",

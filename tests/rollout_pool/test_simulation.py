@@ -182,7 +182,7 @@ def test_the_command_prints_a_table_and_keeps_the_figures(
     assert main([*arguments, *work]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 6
-    assert lines[0].startswith("| actors | policy")
+    assert lines[0].startswith("| actors | pools | policy")
     kept = json.loads(file.read_text())
     assert [(row["num_actors"], row["policy"]) for row in kept["rows"]] == [
         (2, "static split"), (2, "dynamic"), (3, "static split"), (3, "dynamic"),
@@ -196,6 +196,8 @@ def test_the_command_prints_a_table_and_keeps_the_figures(
         (["--actors", "8,x"], "--actors: expected numbers above 0 as in 8,64, got '8,x'"),
         (["--actors", "0"], "--actors: expected numbers above 0"),
         (["--policies", "best"], "--policies: no 'best'; there are static split;"),
+        (["--pools", "9", "--actors", "8", "--policies", "dynamic"], "--pools: must be from 1 to the number"),
+        (["--pools", "2"], "--pools: several pools do not take a part"),
         (["--engine", "tpu"], "--engine: must be one of cpu, gpu, got 'tpu'"),
         (["--median", "0"], "--median: must be above 0, got 0"),
         (["--max-new-tokens", "100000"], "--max-new-tokens: at most 65536, got 100000"),
