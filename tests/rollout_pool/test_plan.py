@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -122,12 +123,12 @@ def test_the_slots_that_fit_are_those_an_engine_would_take(checkpoint: Callable[
 
 
 def pretend_large(folder: Path) -> int:
-    """A checkpoint of 131 GiB that takes a few kilobytes: a whole header, and a hole for the weights."""
+    """A checkpoint of 136 GiB that takes a few kilobytes: a whole header, and a hole for the weights."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
-        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
-        num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=8192, dtype="bfloat16",
+        vocab_size=128256, hidden_size=16384, intermediate_size=57344, num_hidden_layers=20,
+        num_attention_heads=128, num_key_value_heads=8, max_position_embeddings=8192, dtype="bfloat16",
     )  # fmt: skip
     config.save_pretrained(folder)
     with torch.device("meta"):
@@ -158,9 +159,10 @@ def test_a_model_larger_than_this_machine_is_planned_for_another(
     command = ["plan", "--config", str(config), "--json", str(figures), "--gpus", "8", "--gpu-memory"]
     assert main([*command, "80GiB"]) == 0
     plan = json.loads(figures.read_text())
-    # The norms, 1.3 M of 70.6 G parameters, are whole on each rank.
-    assert plan["rank"]["weight_bytes"] == pytest.approx(size / 2, rel=1e-4)
-    assert plan["rank"]["bytes_per_token"] == 80 * 2 * 4 * 128 * 2  # layers, K and V, heads of a rank, bf16
+    # Norms are whole on each rank, and in older versions of Transformers so is the embedding.
+    embedding = 128256 * 16384 * 2
+    assert size / 2 <= plan["rank"]["weight_bytes"] <= (size + embedding) / 2 * 1.0001
+    assert plan["rank"]["bytes_per_token"] == 20 * 2 * 4 * 128 * 2  # layers, K and V, heads of a rank, bf16
     assert plan["actors"] == {
         "num_actors": 4, "ranks_per_actor": 2, "ranks_per_node": 8, "device": "cuda", "threads": 1,
         "cpus_per_rank": 1.0, "gpus_per_rank": 1.0,
@@ -168,7 +170,9 @@ def test_a_model_larger_than_this_machine_is_planned_for_another(
     assert plan["fits"]
     assert "it fits" in capsys.readouterr().out
     assert main([*command, "64GiB"]) == 1
-    assert "does not fit: the weights take 65.71 GiB, a GPU has 63.50 GiB free" in capsys.readouterr().out
+    assert re.search(
+        r"does not fit: the weights take 6\d.\d\d GiB, a GPU has 63.50 GiB free", capsys.readouterr().out
+    )
     assert main([*command, "80GiB", "--nodes", "2", "--gpus", "3"]) == 2  # a group needs one node
     assert "room for 2" in capsys.readouterr().err
 
