@@ -254,7 +254,8 @@ def test_a_stop_string_that_is_a_special_token_works_or_is_refused(texts: Engine
     bias[token] = 1e4
     handle = texts.model.get_output_embeddings().register_forward_hook(lambda module, args, out: out + bias)
     try:
-        (group,) = texts.generate(["abc"], with_(max_new_tokens=5, stop=("<|assistant|>",)))
+        # A prompt of its own: the logits of one that was there before are not computed again.
+        (group,) = texts.generate(["mind the hook"], with_(max_new_tokens=5, stop=("<|assistant|>",)))
     finally:
         handle.remove()
     if group.error is None:
