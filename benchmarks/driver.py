@@ -110,13 +110,11 @@ def measure(num_actors: int, handles: list[Any], args: argparse.Namespace) -> di
     wall, cpu = timed(lambda: ray.get(pool.rollout.remote(prompts, sampling)))
     ray.get(pool.shutdown.remote())
     ray.kill(pool)
-    busy_cpu = cpu - wall * idle_cpu / idle_s
     return {
         "actors": num_actors,
         "idle_cpu_share": idle_cpu / idle_s,
         "groups_per_s": args.groups / wall,
         "cpu_us_per_group": cpu / args.groups * 1e6,
-        "cpu_us_per_group_without_heartbeats": busy_cpu / args.groups * 1e6,
     }
 
 

@@ -39,8 +39,8 @@ class SimulatedActor:
         """Whether it was ever asked for its progress: it is a member of the pool then."""
         self.faults: defaultdict[str, deque[Exception | float]] = defaultdict(deque)
         """What comes next of calls of a name: an error, or an answer that is late by so many seconds."""
-        self.group_ends: list[float] = []
-        """When each group was over."""
+        self.group_ends: dict[str, float] = {}
+        """When the groups were over, or their parts here, by identity."""
         self._latency, self._meter = latency, meter
         self._loop = asyncio.get_running_loop()
         self._calls: deque[tuple[asyncio.Future[Any], str, tuple[Any, ...]]] = deque()
@@ -102,7 +102,7 @@ class SimulatedActor:
 
     def _run(self, reply: Callable[[Any], None], request: ResolvedRequest) -> None:
         def sign(group: RolloutGroup) -> None:
-            self.group_ends.append(self._loop.time())
+            self.group_ends[request.identity] = self._loop.time()
             reply(group.replace(timing=dataclasses.replace(group.timing, actor=self.name)))
 
         self.engine.submit(request, sign)

@@ -30,7 +30,7 @@ class Row:
     """Of the groups that were asked for."""
     makespan_s: float
     p95_s: float
-    """When 95% of the groups were back."""
+    """When 95% of the groups were back, with all their parts."""
     tail_s: float
     """From the first actor that has nothing left to do, to the end."""
     utilisation: float
@@ -95,7 +95,11 @@ def _row(
     tokens = sum(sample.token_ids.size for group in groups for sample in group.samples)
     engines = [actor.engine for actor in cluster.actors]
     drawn = sum(engine.tokens_drawn for engine in engines)
-    ends = sorted(end for actor in cluster.actors for end in actor.group_ends)
+    ends: dict[str, float] = {}
+    for actor in cluster.actors:
+        for identity, end in actor.group_ends.items():  # a group may have come in parts
+            ends[identity] = max(end, ends.get(identity, 0.0))
+    in_order = sorted(ends.values())[: work.num_groups]
     idle = [engine.idle_since for engine in engines if engine.idle_since is not None]
     slots = len(engines) * cluster.latency.num_slots
     busy = sum(engine.busy_row_seconds for engine in engines)
@@ -106,7 +110,7 @@ def _row(
         num_groups=work.num_groups,
         new_tokens=tokens,
         makespan_s=makespan,
-        p95_s=ends[int(0.95 * (len(ends) - 1))] - began,
+        p95_s=in_order[int(0.95 * (len(in_order) - 1))] - began,
         tail_s=began + makespan - min(idle, default=began + makespan),
         utilisation=busy / (slots * makespan),
         tokens_per_s=tokens / makespan,
