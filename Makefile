@@ -6,7 +6,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
-LOWEST := transformers==5.17.0 ray==2.50.0 pydantic==2.10.0
+LOWEST := transformers==5.17.0 ray==2.50.0 pydantic==2.10.0 pandas==2.3.3
 
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml setup.cfg constraints.txt

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rollout_pool.errors import ActorStartError, ConfigError, RolloutPoolError
+from rollout_pool.errors import ActorStartError, ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -88,6 +88,7 @@ def _print(snapshot: PoolSnapshot, console: Console) -> None:
 def _follow(pool: Any, interval: float, console: Console) -> None:
     from rich.live import Live
 
+    from rollout_pool.commands.cluster import PoolLostError
     from rollout_pool.live.view import render
 
     with Live(render(_look(pool)), console=console, auto_refresh=False, screen=False) as live:
@@ -95,6 +96,7 @@ def _follow(pool: Any, interval: float, console: Console) -> None:
             time.sleep(interval)
             try:
                 live.update(render(_look(pool)), refresh=True)
-            except RolloutPoolError:
-                live.console.print("the pool has ended")
-                return
+            except PoolLostError as error:
+                if error.is_final:
+                    live.console.print("the pool has ended")
+                    return

@@ -33,13 +33,14 @@ class Finished:
 def read_finished(folder: str | Path, num_samples: int) -> Finished:
     """What the Parquet and JSON files of a folder hold, on any file system that pyarrow knows.
 
-    A file that the interruption has cut off is set aside, under a name that starts with a dot, which readers
-    pass over; its samples are drawn again. Raises :class:`InputFileError` for a file with other columns.
+    A file that the interruption has cut off goes to ``FOLDER.cut-off``, for readers stumble over it in the
+    folder, whatever its name; its samples are drawn again. Raises :class:`InputFileError` for a file with
+    other columns.
     """
     filesystem, root = _locate(folder)
     indexes: defaultdict[str, set[int]] = defaultdict(set)
     for path in _files(filesystem, root):
-        table = _read(filesystem, path)
+        table = _read(filesystem, root, path)
         for name, index, error in zip(*(table.column(column).to_pylist() for column in COLUMNS), strict=True):
             if error is None:
                 indexes[str(name)].add(index)
@@ -63,14 +64,15 @@ def _files(filesystem: Any, root: str) -> Iterator[str]:
             yield info.path
 
 
-def _read(filesystem: Any, path: str) -> pa.Table:
+def _read(filesystem: Any, root: str, path: str) -> pa.Table:
     try:
         with filesystem.open_input_file(path) as file:
             table = pq.read_table(file) if path.endswith(".parquet") else pyarrow.json.read_json(file)
     except (pa.ArrowInvalid, OSError):
-        head, _, name = path.rpartition("/")
-        filesystem.move(path, f"{head}/.cut-off-{name}")
-        logger.warning("%s is cut off and was set aside; its samples are drawn again", path)
+        aside = f"{root}.cut-off/{path.rpartition('/')[2]}"
+        filesystem.create_dir(f"{root}.cut-off")
+        filesystem.move(path, aside)
+        logger.warning("%s is cut off and was moved to %s; its samples are drawn again", path, aside)
         return pa.table({column: [] for column in COLUMNS})
     if missing := [column for column in ("request_id", "sample_index") if column not in table.column_names]:
         raise InputFileError(f"{path} holds no samples: it has no column {missing[0]!r}; name another folder")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import time
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,10 @@ from rollout_pool.types import SamplingParams
 
 if TYPE_CHECKING:
     from ray.data import Dataset
+
+LOOKS = 5
+"""At the cores that are free: some are in use for a moment only."""
+LOOK_INTERVAL_S = 0.3
 
 
 def rollouts(
@@ -78,10 +84,17 @@ def rollouts(
         fn_constructor_kwargs=arguments,
         batch_size=batch_size,
         batch_format="pyarrow",
-        concurrency=1,
-        max_concurrency=concurrency,
         num_cpus=0,
+        **_one_process(concurrency),
     )
+
+
+def _one_process(concurrency: int) -> dict[str, Any]:
+    """How Ray Data is told to have one process with so many calls at once: its versions differ."""
+    strategy: Any = ray.data.ActorPoolStrategy
+    if "max_concurrent_calls_per_actor" in inspect.signature(strategy).parameters:
+        return {"compute": strategy(size=1, max_concurrent_calls_per_actor=concurrency)}
+    return {"concurrency": 1, "max_concurrency": concurrency}
 
 
 def _pool(pool: Any) -> Any:
@@ -91,12 +104,15 @@ def _pool(pool: Any) -> Any:
     elif not (hasattr(pool, "rollout") and hasattr(pool, "stats")):
         raise ConfigError(f"pool must be the handle of a pool or a PoolConfig, got {type(pool).__name__}")
     ray.get(pool.ready.remote())
-    if ray.available_resources().get("CPU", 0) < 1:
-        warnings.warn(
-            "no core of the cluster is free, and Ray Data needs one to read and write: set cpus_per_actor of "
-            "the pool so that one is left, or it waits until one is",
-            stacklevel=3,
-        )
+    for _ in range(LOOKS):
+        if ray.available_resources().get("CPU", 0) >= 1:
+            return pool
+        time.sleep(LOOK_INTERVAL_S)
+    warnings.warn(
+        "no core of the cluster is free, and Ray Data needs one to read and write: set cpus_per_actor of the "
+        "pool so that one is left, or it waits until one is",
+        stacklevel=3,
+    )
     return pool
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ def quick_reports() -> Iterator[None]:
     """Ray's processes report every two seconds, not every ten, and the pool's write logs as JSON."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_metrics_report_interval_ms", "2000")
+        patch.setenv("RAY_WORKER_TIMEOUT_S", "5")  # after which older versions forget a process
         patch.setenv("ROLLOUT_POOL_LOG", "json")
         yield
 
@@ -199,9 +201,15 @@ def test_logs_say_which_pool_actor_and_request_and_never_what_it_said(pool: Any)
     assert not any(SECRET in text for text in texts)
 
 
-def test_the_metrics_of_a_pool_end_with_it(pool: Any) -> None:
+def test_a_view_on_a_terminal_and_the_metrics_end_with_the_pool(
+    pool: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     until(scrape)
-    ray.kill(pool)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    threading.Timer(1.0, ray.kill, [pool]).start()
+    shown = top(capsys, "--interval", "0.1")
+    assert shown.count("watched: ") > 1
+    assert "the pool has ended" in shown
     until(lambda: not scrape())
     with pytest.raises(Exception, match="no pool"):
         find_pool()
