@@ -124,8 +124,8 @@ class PoolConfig(StrictModel):
     max_replays: int = Field(default=2, ge=0)
     """How often a group may be replayed after the loss of its actor before it fails."""
     max_staleness: int | None = Field(default=None, ge=0)
-    """A group with a token of weights more than so many versions older than the present ones is not handed out
-    but drawn anew, at most ``max_replays`` times. None: no bound. A call may ask for another."""
+    """A group with a token of weights more than so many versions older than the present ones is not handed
+    out but drawn anew, at most ``max_replays`` times. None: no bound. A call may ask for another."""
     max_queued_groups: int = Field(default=1_000_000, ge=1)
     """Groups that may wait for an actor, of all callers together."""
     stream_window: int = Field(default=64, ge=1)

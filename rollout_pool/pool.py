@@ -9,10 +9,11 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from typing import Any
 
+from rollout_pool.account import pool_stats
 from rollout_pool.actors.placement import release_own
 from rollout_pool.actors.rollout_actor import ActorInfo
 from rollout_pool.actors.tensor_parallel import RankActors
@@ -26,21 +27,18 @@ from rollout_pool.errors import PoolClosedError, RequestError, RolloutPoolError
 from rollout_pool.ledger import Ledger
 from rollout_pool.live.monitor import Monitor
 from rollout_pool.live.snapshot import PoolSnapshot
-from rollout_pool.pool_memory import PoolMemory, PoolPast
+from rollout_pool.pool_memory import PoolMemory, one_more_start
 from rollout_pool.preflight import ActorResources
 from rollout_pool.ray_errors import one_line
 from rollout_pool.recovery import Crew, NewRanks
 from rollout_pool.requests import call_seed, resolve_requests
 from rollout_pool.terms import Rest, Terms, Unit
-from rollout_pool.types import EngineStats, PoolStats, Prompt, RolloutGroup, RolloutRequest, SamplingParams
+from rollout_pool.types import PoolStats, Prompt, RolloutGroup, RolloutRequest, SamplingParams
 from rollout_pool.weight_sync.rank_calls import Kv
 from rollout_pool.weight_sync.session import Policy, WeightSync
 
 logger = logging.getLogger(__name__)
 
-CALLS_PER_PROCESS = 1 << 32
-"""A pool whose process is killed goes on numbering its calls above any number that was used: the seeds of
-calls that bring none come from it."""
 MEMORY_TIMEOUT_S = 10.0
 CLOSED = "the pool was shut down"
 
@@ -67,11 +65,7 @@ class PoolActor:
     ) -> None:
         self._config = config
         self._memory = memory
-        past = memory.read() if memory is not None else PoolPast()
-        first_call = past.num_starts * CALLS_PER_PROCESS
-        past = dataclasses.replace(past, num_starts=past.num_starts + 1)
-        if memory is not None:
-            memory.write(past)
+        past = one_more_start(memory)
         self._ledger = Ledger(config.max_replays)
         self._fault: RolloutPoolError | None = None
         self._tasks = TaskSet(on_error=self._on_background_error)
@@ -85,7 +79,7 @@ class PoolActor:
         )
         members, lose = self._crew.members, self._crew.lose
         self._dispatcher = Dispatcher(self._ledger, self._tasks, members, lose, self._present_version)
-        self._calls = Calls(config, self._dispatcher, self._ledger, self._present_version, first_call)
+        self._calls = Calls(config, self._dispatcher, self._ledger, self._present_version, past.first_call)
         self._callers = Callers(self._tasks)
         self._sync = WeightSync(
             members,
@@ -98,6 +92,7 @@ class PoolActor:
             remember=memory.write if memory is not None else None,
         )
         self._syncing: set[asyncio.Task[Any]] = set()
+        self._count = partial(pool_stats, self._ledger, self._dispatcher, self._crew, self._sync)
         self._monitor = Monitor(config, self._crew, self._count)
         self._started = asyncio.Event()
         self._tasks.start(self._start())
@@ -254,27 +249,6 @@ class PoolActor:
     async def snapshot(self) -> PoolSnapshot:
         """The same with rates, places and the last warnings: what ``rollout-pool top`` shows."""
         return await self._monitor.snapshot()
-
-    def _count(self, actors: Mapping[str, EngineStats]) -> PoolStats:
-        ledger = self._ledger
-        return PoolStats(
-            submitted=ledger.submitted,
-            returned=ledger.returned,
-            failed=ledger.failed,
-            cancelled=ledger.cancelled,
-            in_flight=ledger.in_flight,
-            replayed=ledger.replayed,
-            restarted=ledger.restarted,
-            dropped=ledger.dropped,
-            queued=self._dispatcher.num_queued,
-            actors_lost=self._crew.num_lost,
-            num_actors=len(self._crew.members),
-            weight_version=self._sync.version,
-            weight_syncs=self._sync.num_syncs,
-            weight_sync_s=self._sync.seconds,
-            actors=tuple(actors.values()),
-            actor_names=tuple(actors),
-        )
 
     async def shutdown(self) -> None:
         """End the rollout actors. Unfinished groups return to their callers with an error.

@@ -15,6 +15,9 @@ import ray
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 NAMESPACE = b"rollout-pool"
+CALLS_PER_PROCESS = 1 << 32
+"""A pool whose process is killed goes on numbering its calls above any number that was used: the seeds of
+calls that bring none come from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,11 @@ class PoolPast:
     is_closed: bool = False
     """It was shut down."""
 
+    @property
+    def first_call(self) -> int:
+        """The number of the first call of the process that started last."""
+        return max(0, self.num_starts - 1) * CALLS_PER_PROCESS
+
 
 class PoolMemory(Protocol):
     """Where a pool's past is kept."""
@@ -39,6 +47,15 @@ class PoolMemory(Protocol):
 
     def write(self, past: PoolPast) -> None:
         """It is kept when this returns, which may take a while."""
+
+
+def one_more_start(memory: PoolMemory | None) -> PoolPast:
+    """What was before, this process counted; the next one will be told."""
+    past = memory.read() if memory is not None else PoolPast()
+    past = dataclasses.replace(past, num_starts=past.num_starts + 1)
+    if memory is not None:
+        memory.write(past)
+    return past
 
 
 class RayMemory:

@@ -24,8 +24,7 @@ from rollout_pool.background import TaskSet
 from rollout_pool.config import PoolConfig
 from rollout_pool.errors import ActorStartError, NoRoomError, RolloutPoolError
 from rollout_pool.heartbeat import report_interval, until_lost
-from rollout_pool.ray_errors import cause_of
-from rollout_pool.ray_errors import one_line as one_line
+from rollout_pool.ray_errors import cause_of, one_line
 from rollout_pool.routing import ActorLoad
 from rollout_pool.types import EngineStats
 
