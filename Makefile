@@ -6,6 +6,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+CHAOS_ARGS ?=
 LOWEST := transformers==5.17.0 ray==2.50.0 pydantic==2.10.0 pandas==2.3.3
 
 BIN := $(VENV)/bin
@@ -20,7 +21,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help demo report-pictures test test-fast test-lowest check format bench bench-layouts gpu-check venv clean
+.PHONY: help demo report-pictures test test-fast test-lowest check format bench bench-layouts gpu-check chaos endurance venv clean
 .DELETE_ON_ERROR:
 
 help:
@@ -34,6 +35,8 @@ help:
 	@echo "make bench        speed side by side with other ways to roll out (minutes)"
 	@echo "make bench-layouts  both layouts of the KV cache on the same work (minutes)"
 	@echo "make gpu-check    what only a GPU can show: exactness and speed, under 8 minutes (docs/gpu.md)"
+	@echo "make chaos        hundreds of simulated failures, then tens of real ones on each of 20 seeds (half an hour)"
+	@echo "make endurance    a thousand calls in a row: memory, files and threads stay as they are (minutes)"
 	@echo "make venv         only set up $(VENV)"
 	@echo "make clean        remove $(VENV), caches and build outputs (not the demo model)"
 
@@ -70,6 +73,13 @@ bench: $(VENV)/.dev
 bench-layouts: $(VENV)/.dev
 	@$(BIN)/rollout-pool fetch-demo-model
 	@$(BIN)/python benchmarks/layouts.py $(BENCH_ARGS)
+
+chaos: $(VENV)/.dev
+	@$(BIN)/python -m pytest tests/rollout_pool/test_simulated_chaos.py $(PYTEST_ARGS)
+	@$(BIN)/python tests/chaos/storm.py $(CHAOS_ARGS)
+
+endurance: $(VENV)/.dev
+	@$(BIN)/python benchmarks/endurance.py $(BENCH_ARGS)
 
 gpu-check: $(VENV)/.dev
 	@$(BIN)/python benchmarks/gpu_check.py $(GPU_ARGS)

@@ -1,11 +1,11 @@
 """Whether a pool stays as small as it was: many calls in a row on two rollout actors of one model.
 
-    python benchmarks/endurance.py --model DIR [--calls 1000] [--every 20] [--json FILE] [--plot FILE.png]
+    python benchmarks/endurance.py [--model DIR] [--calls 1000] [--every 20] [--json FILE] [--plot FILE.png]
 
 After every so many calls: resident memory, open files and threads of each process (driver, pool, rollout
-actors), and the bytes in Ray's object store. Prints the median of the first and the last fifth of the readings
-after a tenth of the calls, in which allocators and caches fill. Calls alternate between ``rollout`` and
-``stream``; now and then a prompt is bad, or a stream is cut early.
+actors), and the bytes in Ray's object store. Prints the median of the first and the last fifth of the
+readings after a tenth of the calls, in which allocators and caches fill. Calls alternate between ``rollout``
+and ``stream``; now and then a prompt is bad, or a stream is cut early.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -127,19 +128,30 @@ def plot(readings: list[Reading], store: list[tuple[int, float]], path: Path) ->
     figure.savefig(path, dpi=110)
 
 
+def tiny_model(folder: str) -> str:
+    """A random Llama without a tokenizer, in ``folder``."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    ids = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads, **ids)).save_pretrained(folder)
+    return folder
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument(
-        "--model", required=True, help="a folder; a tiny model will do"
-    )
+    parser.add_argument("--model", required=True, help="a folder; a tiny model will do")
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--every", type=int, default=20)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
+    folder = tempfile.TemporaryDirectory()
+    model = options.model or tiny_model(folder.name)
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     engine = EngineConfig(num_slots=8, max_length=64)
-    pool = RolloutPool.remote(PoolConfig(model=options.model, num_actors=2, cpus_per_actor=1, engine=engine))
+    pool = RolloutPool.remote(PoolConfig(model=model, num_actors=2, cpus_per_actor=1, engine=engine))
     ray.get(pool.ready.remote())
     begin = time.monotonic()
     readings, store = measure(pool, options.calls, options.every)

@@ -44,7 +44,7 @@ RAY_USERS = (
     "cli",
     "commands",
 )
-FOUNDATION = ("types", "config", "errors", "requests")
+FOUNDATION = ("types", "config", "errors", "requests", "logs")
 OTHER_TRAINERS = ("deepspeed", "trl", "verl", "tensordict", "datasets", "accelerate")
 PUBLIC = {
     "ActorLostError",
