@@ -17,8 +17,9 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "deepspeed_zero3.py"
 def test_every_step_learns_from_samples_of_the_present_weights() -> None:
     pytest.importorskip("deepspeed")
     command = [sys.executable, "-P", str(SCRIPT), "--steps", "3"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+    # A cluster of its own: `ray.init()` would join any that runs on this machine.
+    own = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "RAY_ADDRESS": "local"}
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **own}, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     differences = [float(value) for value in re.findall(r"off by (\S+)", done.stdout)]
     assert len(differences) == 3

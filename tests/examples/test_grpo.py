@@ -18,8 +18,9 @@ def test_reward_rises_and_every_logprob_is_the_trainers(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the curve is drawn with it")
     curve = tmp_path / "curve.png"
     command = [sys.executable, "-P", str(SCRIPT), "--steps", "60", "--seed", "0", "--curve", str(curve)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    # A cluster of its own: `ray.init()` would join any that runs on this machine.
+    own = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "RAY_ADDRESS": "local"}
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **own}, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     first, last = map(float, re.findall(r"5 steps (\d\.\d+)", done.stdout))
     assert first < 0.2
