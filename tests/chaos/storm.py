@@ -397,35 +397,34 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=10, help="per seed")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    storms: list[list[Event]] = []
-    num_waves, failed = 0, 0
-    with tempfile.TemporaryDirectory() as folder:
+    storms: list[Storm] = []
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(KeyboardInterrupt):
         model = tiny_model(folder)
         for seed in range(options.first, options.first + options.seeds):
-            ranks = 2 if seed % 4 == 3 else 1
-            storm = Storm(model, seed, ranks)
-            try:
-                storm.run(options.events)
-                storm.end()
-            finally:
-                storm.close()
-            storms.append(storm.events)
-            num_waves += storm.num_waves
-            failed += bool(storm.faults)
-            print(
-                f"seed {seed}: {len(storm.events)} events, {storm.num_waves} calls, "
-                f"{', '.join(storm.faults) or 'nothing lost or different'}",
-                flush=True,
-            )
-    lines = summary(storms)
+            storms.append(storm := rage(model, seed, options.events))
+            faults = ", ".join(storm.faults) or "nothing lost or different"
+            print(f"seed {seed}: {len(storm.events)} events, {storm.num_waves} calls, {faults}", flush=True)
+    lines = summary([storm.events for storm in storms])
     print(f"\n{'event':26}{'count':>6}{'recovered':>11}{'median s':>10}{'max s':>8}")
     for line in lines:
         cells = ["" if line[key] is None else str(line[key]) for key in ("recovered", "median_s", "max_s")]
         print(f"{line['kind']:26}{line['events']:>6}{cells[0]:>11}{cells[1]:>10}{cells[2]:>8}")
-    print(f"{options.seeds - failed} of {options.seeds} seeds passed, {num_waves} calls")
+    calls, failed = sum(storm.num_waves for storm in storms), sum(bool(storm.faults) for storm in storms)
+    print(f"{len(storms) - failed} of {len(storms)} seeds passed, {calls} calls")
     if options.json:
-        options.json.write_text(json.dumps({"seeds": options.seeds, "calls": num_waves, "events": lines}))
-    raise SystemExit(1 if failed else 0)
+        options.json.write_text(json.dumps({"seeds": len(storms), "calls": calls, "events": lines}))
+    raise SystemExit(1 if failed or len(storms) < options.seeds else 0)
+
+
+def rage(model: str, seed: int, events: int) -> Storm:
+    """One storm from start to end; every fourth is over tensor-parallel groups of two ranks."""
+    storm = Storm(model, seed, ranks=2 if seed % 4 == 3 else 1)
+    try:
+        storm.run(events)
+        storm.end()
+    finally:
+        storm.close()
+    return storm
 
 
 def tiny_model(folder: str) -> str:
