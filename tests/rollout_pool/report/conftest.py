@@ -159,9 +159,12 @@ def _events(run: FakeRun, tokenizer: str, start: float = 1_000.0) -> list[dict[s
     return [*events, {"event": "end", "time": max(free_at.values())}]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Headless Chromium, the one that the system has. CI has it; elsewhere tests do without."""
+    """Headless Chromium, the one that the system has. CI has it; elsewhere tests do without.
+
+    For one module: an event loop runs in this thread until Playwright ends, and lets no other run.
+    """
     names = ("chromium", "chromium-browser", "google-chrome")
     path = next(filter(None, map(shutil.which, names)), None)
     if path is None:
