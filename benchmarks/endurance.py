@@ -141,7 +141,7 @@ def tiny_model(folder: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", required=True, help="a folder; a tiny model will do")
+    parser.add_argument("--model", help="a folder; by default a small random model")
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--every", type=int, default=20)
     parser.add_argument("--json", type=Path)
