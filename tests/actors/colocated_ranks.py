@@ -5,11 +5,8 @@ Not collected by pytest. Every case compares a trainer that rolls out with a twi
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -296,12 +293,4 @@ def colocated(rank: int, size: int, address: str, store: Any, cases: list[list[A
     return results
 
 
-if __name__ == "__main__":
-    path = Path(__file__).with_name("ranks.py")
-    spec = importlib.util.spec_from_file_location("ranks", path)
-    assert spec is not None
-    assert spec.loader is not None
-    ranks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(ranks)
-    ranks.CASES["colocated"] = colocated
-    ranks.main(sys.argv[1:])
+CASES = {"colocated": colocated}

@@ -5,9 +5,6 @@ Not collected by pytest. Rank 0 rolls out and prints its groups as JSON; the oth
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 from rollout_pool import Engine, EngineConfig, RolloutRequest, SamplingParams
@@ -95,12 +92,4 @@ def cut_and_resumed(engine: Engine, requests: list[RolloutRequest], steps: int) 
     )
 
 
-if __name__ == "__main__":
-    path = Path(__file__).with_name("ranks.py")
-    spec = importlib.util.spec_from_file_location("ranks", path)
-    assert spec is not None
-    assert spec.loader is not None
-    ranks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(ranks)
-    ranks.CASES["roll_out"] = roll_out
-    ranks.main(sys.argv[1:])
+CASES = {"roll_out": roll_out}

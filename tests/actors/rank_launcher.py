@@ -1,9 +1,9 @@
 """``python rank_launcher.py SCRIPT CASE SIZE JSON_ARGUMENTS``: start ranks, print one JSON result per rank.
 
-Not collected by pytest. ``SCRIPT --rank CASE RANK SIZE ARGUMENTS`` is one rank. All start at once, since they
-need seconds to import; rank 0 writes the address of its store to its standard output, and the others read
-it from their standard input. The last line of a rank that begins with MARK is its result. Nothing heavy is
-imported here.
+Not collected by pytest. ``ranks.py SCRIPT CASE RANK SIZE ARGUMENTS`` is one rank, with a case of ``SCRIPT``. All
+start at once, since they need seconds to import; rank 0 writes the address of its store to its standard
+output, and the others read it from their standard input. The last line of a rank that begins with MARK is its
+result. Nothing heavy is imported here.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 MARK = "result: "
+RANKS = str(Path(__file__).with_name("ranks.py"))
 
 
 def launch(script: str, case: str, size: int, arguments: str) -> int:
     """Returns how many ranks failed; one that was killed did not."""
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-P", script, "--rank", case, str(rank), str(size), arguments],
+            [sys.executable, "-P", RANKS, script, case, str(rank), str(size), arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,18 +1,21 @@
 """Real ranks for the tests, each a process that ``rank_launcher.py`` starts.
 
-Not collected by pytest. A case is a function here that every rank runs.
+Not collected by pytest. A case is a function that every rank runs, in the table ``CASES`` of this script or of
+another one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import inspect
 import json
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,12 +27,13 @@ MARK = "result: "
 LONG = [0, -1, 2**62, *range(1000)]
 
 
-def run_rank(case: str, rank: int, size: int, arguments: str) -> None:
+def run_rank(script: str, case: str, rank: int, size: int, arguments: str) -> None:
+    run = cases_of(script)[case]
     torch.set_num_threads(1)
     store, address = open_store() if rank == 0 else (None, sys.stdin.readline().strip())
     if rank == 0:
         print(address, flush=True)
-    result = CASES[case](rank, size, address, store, **json.loads(arguments))
+    result = run(rank, size, address, store, **json.loads(arguments))
     print(MARK + json.dumps(result), flush=True)
 
 
@@ -215,11 +219,19 @@ CASES: dict[str, Any] = {
 }
 
 
-def main(arguments: list[str]) -> None:
-    """Be a rank."""
-    _, case, rank, size, values = arguments
-    run_rank(case, int(rank), int(size), values)
+def cases_of(script: str) -> dict[str, Any]:
+    """The table of a script, which stands on no import path."""
+    if Path(script).samefile(__file__):
+        return CASES
+    spec = importlib.util.spec_from_file_location(Path(script).stem, script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    cases: dict[str, Any] = module.CASES
+    return cases
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    script, case, rank, size, arguments = sys.argv[1:]
+    run_rank(script, case, int(rank), int(size), arguments)
