@@ -32,6 +32,8 @@ def test_the_demo_leaves_a_report_with_rewards(tmp_path: Path, visit: Callable[.
     page.fill("#search", "capital of France")
     page.wait_for_function("document.getElementById('count').textContent.startsWith('4 of')")
     page.locator(".row").first.click()
+    for place in range(4):  # drawn when it comes into view
+        page.locator(".sibling").nth(place).locator(".text").wait_for(state="attached")
     texts = page.locator(".sibling .text").all_text_contents()
     assert len(texts) == 4
     assert all("<|im_end|>" in text or len(text) > 20 for text in texts)

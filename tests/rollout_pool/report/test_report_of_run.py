@@ -60,7 +60,9 @@ def test_the_page_of_a_resumed_run_shows_all_of_it(
     assert page.locator("#count").text_content() == f"{len(samples)} of {NUM_PROMPTS * N}"
     page.locator(".row").nth(4).click()
     for place in range(N):
-        tokens = page.locator(".sibling").nth(place).locator(".token:not(.beside)").all_text_contents()
+        card = page.locator(".sibling").nth(place)
+        card.locator(".text").wait_for(state="attached")  # drawn when it comes into view
+        tokens = card.locator(".token:not(.beside)").all_text_contents()
         assert "".join(tokens) == samples_of(output, 1)[place].text
 
 

@@ -151,6 +151,7 @@ def test_siblings_stand_side_by_side_with_tinted_tokens(
     assert cards.count() == N
     assert len({round(cards.nth(place).bounding_box()["y"]) for place in range(2)}) == 1
     for place, sample in enumerate(run.records[0]["samples"]):
+        cards.nth(place).locator(".text").wait_for(state="attached")  # drawn when it comes into view
         text = cards.nth(place).locator(".token:not(.beside)").all_text_contents()
         assert "".join(text) == sample["text"]
         is_stopped = sample["finish_reason"] == "stop"
