@@ -46,5 +46,6 @@ def validate(
 
 def _of(config: PoolConfig, size: int, dtype: Dtype, *, on_cpu: bool = False) -> PoolConfig:
     changes = {"tensor_parallel_size": size, "num_actors": 1, "dtype": dtype}
-    shared = {"engine": config.engine.model_copy(update={"prefix": "expand"})}
+    # Prompts that are kept would be computed neither once for all samples nor once for each.
+    shared = {"engine": config.engine.model_copy(update={"prefix": "expand", "prefix_cache_tokens": 0})}
     return config.model_copy(update={**changes, **shared, **({"gpus_per_actor": 0} if on_cpu else {})})

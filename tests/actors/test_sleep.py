@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import signal
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
@@ -121,10 +122,12 @@ def test_weights_sleep_too_and_come_back_bit_for_bit(
     assert placed(model) == before
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert not any(p.is_inference() for p in model.parameters())
-    awake, asleep = awake[2:], asleep[2:]
-    assert min(awake) - max(asleep) > 0.7 * size
-    assert max(asleep) - min(asleep) < 8
-    assert max(awake) - min(awake) < 8
+    assert median(awake[2:]) - median(asleep[2:]) > 0.7 * size
+    for readings in (
+        awake[2:],
+        asleep[2:],
+    ):  # cycles that kept their weights would add up; others allocate too
+        assert median(readings[-5:]) - median(readings[:5]) < 12
 
 
 def test_a_full_disk_leaves_the_engine_awake_with_its_weights(
