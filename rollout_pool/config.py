@@ -53,7 +53,10 @@ class EngineConfig(StrictModel):
     """
 
     num_slots: int = Field(default=32, ge=1, le=65536)
+    """Samples that decode at once. KV memory grows with it, and so does the speed, up to a point."""
     max_length: int = Field(default=1024, ge=2)
+    """Tokens per sample, prompt and new ones together. A prompt that leaves no room for ``max_new_tokens``
+    fails its own group."""
     layout: Literal["ragged", "aligned"] = "ragged"
     """``ragged``: every row at its own position. ``aligned``: all rows write one column, as a left-padded
     batch does; it also serves models that derive positions from a mask (ALiBi: BLOOM, MPT, Falcon)."""
@@ -93,7 +96,9 @@ class PoolConfig(StrictModel):
     """What a pool runs: one model, ``num_actors`` engines, one seed."""
 
     model: str = Field(min_length=1)
+    """A folder in Hugging Face format, or a name in the hub's cache. The same on every node."""
     tokenizer: str | None = None
+    """A folder or name, where it is not the model's."""
     num_actors: int = Field(default=1, ge=1, le=65536)
     """Engines. Under tensor parallelism each is a group of ``tensor_parallel_size`` processes."""
     tensor_parallel_size: int = Field(default=1, ge=1)
@@ -103,8 +108,11 @@ class PoolConfig(StrictModel):
     tensor_parallel_placement: Literal["strict_pack", "pack"] = "strict_pack"
     """``strict_pack``: all ranks of a group on one node. ``pack``: over several where one has no room."""
     dtype: Dtype = "auto"
+    """Of weights and KV. ``auto``: the checkpoint's. Logits and log-probabilities are float32 in any case."""
     seed: int = Field(default=0, ge=0, lt=2**63)
+    """Of calls that bring none, mixed with the number of the call, so that a repeated call draws anew."""
     engine: EngineConfig = Field(default_factory=EngineConfig)
+    """What each engine holds and how it decodes."""
     cpus_per_actor: int | None = Field(default=None, ge=1)
     """Cores, and torch threads, per actor, or per rank of a tensor-parallel group. None: the cluster's
     cores divided among CPU actors."""
@@ -134,6 +142,7 @@ class PoolConfig(StrictModel):
     """How new weights come from a trainer that is a Ray actor: through Ray's object store, or straight from
     its memory by Ray's tensor transport, then from a ``TensorTransportSource``."""
     trust_remote_code: bool = False
+    """Run code that a checkpoint or its tokenizer brings along. Leave it off unless you know that code."""
 
     @field_validator("model", "tokenizer")
     @classmethod

@@ -23,6 +23,7 @@ class RunConfig(PoolConfig):
     """A :class:`PoolConfig` with the sampling that applies to every prompt without its own."""
 
     sampling: SamplingParams = Field(default_factory=SamplingParams)
+    """Of every prompt that brings none of its own."""
 
     @field_validator("sampling", mode="before")
     @classmethod

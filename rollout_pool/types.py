@@ -34,20 +34,29 @@ class SamplingParams(StrictModel):
     """
 
     n: int = Field(default=1, ge=1, le=65536)
+    """Samples per prompt; the prompt is computed once for all of them."""
     max_new_tokens: int = Field(default=128, ge=1)
+    """A sample that has not ended by then is cut, with ``finish_reason`` "length"."""
     min_new_tokens: int = Field(default=0, ge=0)
+    """No sample ends before it has so many."""
     temperature: float = Field(default=1.0, ge=0.0, le=1e6, allow_inf_nan=False)
     """0 is greedy, whatever the other fields say. Otherwise at least 1e-6: float32 ends there."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Draw from the most likely tokens whose probabilities add up to this. 1: from all."""
     top_k: int | None = Field(default=None, le=2**31 - 1)
     """Off: None, 0 (Hugging Face, TRL) or -1 (vLLM, DeepSpeed)."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Leave out tokens less likely than this share of the likeliest one. 0: none."""
     repetition_penalty: float = Field(default=1.0, ge=1e-3, le=1e3, allow_inf_nan=False)
+    """Above 1: tokens of the prompt and of the sample so far become less likely."""
     stop: tuple[str, ...] = ()
     """Strings that end a sample; they may cross token boundaries. The text ends before the match."""
     stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a sample, besides the EOS ids of the model and its tokenizer."""
     ignore_eos: bool = False
+    """Go on after an EOS, to ``max_new_tokens`` or a stop of your own."""
     seed: int | None = Field(default=None, ge=0, lt=MAX_SEED)
+    """Of the draws. None: the pool's, mixed with the number of the call."""
 
     @field_validator("stop", mode="before")
     @classmethod
