@@ -39,6 +39,8 @@ PROMPTS = [RolloutRequest([5 + number], metadata=number) for number in range(10)
 DEADLINES = {"heartbeat_timeout_s": 8.0, "step_timeout_s": 8.0}
 RECOVERY_S = 180.0
 """Far above what a recovery takes: it tells a pool that never recovers from one on a slow machine."""
+CALL_S = 3600.0
+"""Events may follow each other for so long that nothing gets done; a call that is over last is waited for."""
 
 
 @dataclasses.dataclass
@@ -290,17 +292,24 @@ class Storm:
         while not self._is_over.is_set():
             try:
                 if way == "rollout":
-                    groups = ray.get(self.pool.rollout.remote(PROMPTS, SAMPLING), timeout=RECOVERY_S)
+                    groups = ray.get(self.pool.rollout.remote(PROMPTS, SAMPLING), timeout=CALL_S)
                 else:
-                    groups = [ray.get(ref, timeout=RECOVERY_S) for ref in self._stream()]
+                    groups = [ray.get(ref, timeout=CALL_S) for ref in self._stream()]
                     groups.sort(key=lambda group: group.index)
             except Exception as error:
                 self.faults.append(f"{way}: {type(error).__name__}: {error}")
                 return
             self.num_waves += 1
             # A group that was cut off for new weights and begins anew is the same; the account says the rest.
-            if contents(groups) != self.expected:
-                self.faults.append(f"{way}: other groups than an undisturbed pool gives")
+            if (found := contents(groups)) != self.expected:
+                self.faults.append(
+                    f"{way}: other groups than an undisturbed pool gives: {self._other(found)}"
+                )
+
+    def _other(self, found: list[Any]) -> str:
+        pairs = list(zip(found, self.expected, strict=False))
+        first = next((pair for pair in pairs if pair[0] != pair[1]), (len(found), len(self.expected)))
+        return f"{first[0]} for {first[1]}"
 
     def _stream(self) -> Iterator[Any]:
         yield from self.pool.stream.remote(PROMPTS, SAMPLING)
