@@ -12,7 +12,7 @@ LOWEST := transformers==5.17.0 ray==2.50.0 pydantic==2.10.0 pandas==2.3.3
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml setup.cfg constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-CODE := rollout_pool actors kernels benchmarks examples tests
+CODE := rollout_pool actors kernels benchmarks examples tests docs/hooks
 
 # The repository root must not be on sys.path: `kernels` is also the name of another package.
 export PYTHONSAFEPATH = 1
@@ -21,7 +21,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help demo report-pictures test test-fast test-lowest check format bench bench-layouts gpu-check chaos endurance venv clean
+.PHONY: help demo docs report-pictures test test-fast test-lowest check format bench bench-layouts gpu-check chaos endurance venv clean
 .DELETE_ON_ERROR:
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo "make test-lowest  the fast tests with the lowest supported transformers, ray and pydantic"
 	@echo "make check        ruff, ruff format, mypy --strict"
 	@echo "make format       let ruff fix and format the code"
+	@echo "make docs         the documentation site, into site/"
 	@echo "make bench        speed side by side with other ways to roll out (minutes)"
 	@echo "make bench-layouts  both layouts of the KV cache on the same work (minutes)"
 	@echo "make gpu-check    what only a GPU can show: exactness and speed, under 8 minutes (docs/gpu.md)"
@@ -61,6 +62,10 @@ check: $(VENV)/.dev
 	@$(BIN)/ruff check $(CODE)
 	@$(BIN)/ruff format --check $(CODE)
 	@$(BIN)/mypy
+
+docs: $(VENV)/.dev
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "the site is in site/index.html"
 
 format: $(VENV)/.dev
 	@$(BIN)/ruff check --fix $(CODE)
@@ -99,7 +104,7 @@ $(VENV)/.demo: $(INPUTS) | $(BIN)/python
 
 $(VENV)/.dev: $(INPUTS) | $(BIN)/python
 	@echo "installing rollout-pool, tests and linters into $(VENV) (a few minutes the first time)"
-	@$(PIP) install -qq -c constraints.txt -e '.[test,dev]'
+	@$(PIP) install -qq -c constraints.txt -e '.[test,dev,docs]'
 	@touch $(VENV)/.demo $@
 
 # torch stays the one of constraints.txt: its lower end is several GB of CUDA packages away.
@@ -111,5 +116,5 @@ $(VENV)-lowest/.dev: $(INPUTS) Makefile
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-lowest build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-lowest build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

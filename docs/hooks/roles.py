@@ -1,0 +1,23 @@
+"""Docstrings name things by Sphinx's roles; this makes links of Markdown of them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+ROLE = re.compile(r":(?:class|func|meth|mod|attr|data):`~?([\w.]+)`")
+
+
+class Roles(griffe.Extension):
+    """``:class:`ConfigError` `` becomes a link where the API reference has it, and code otherwise."""
+
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = ROLE.sub(_code, obj.docstring.value)
+            obj.docstring.value = re.sub(r"(?m)^(.*)::$", r"\1:", obj.docstring.value)
+
+
+def _code(role: re.Match[str]) -> str:
+    return f"`{role[1].rpartition('.')[2]}`"
