@@ -65,7 +65,7 @@ check: $(VENV)/.dev
 
 docs: $(VENV)/.dev
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
-	@echo "the site is in site/index.html"
+	@echo "the site is in site/index.html; with its search: $(BIN)/python -m http.server --directory site"
 
 format: $(VENV)/.dev
 	@$(BIN)/ruff check --fix $(CODE)

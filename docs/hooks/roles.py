@@ -1,4 +1,4 @@
-"""Docstrings name things by Sphinx's roles; this makes links of Markdown of them."""
+"""Docstrings name things by Sphinx's roles, which Markdown does not know."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROLE = re.compile(r":(?:class|func|meth|mod|attr|data):`~?([\w.]+)`")
 
 
 class Roles(griffe.Extension):
-    """``:class:`ConfigError` `` becomes a link where the API reference has it, and code otherwise."""
+    """Turns roles into code, and the double colon before an example into a single one."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
