@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from rollout_pool.actors.aligned_scheduler import AlignedScheduler
 from rollout_pool.actors.graphs import CudaRecorder, Recorder
-from rollout_pool.actors.model_runner import ModelRunner
 from rollout_pool.actors.rank_group import RankGroup
 from rollout_pool.actors.rank_worker import LeadingWorker
 from rollout_pool.actors.scheduler import Scheduler
 from rollout_pool.actors.served_model import ServedModel
+from rollout_pool.actors.sharing import Sharing
 from rollout_pool.actors.worker import Worker
 from rollout_pool.config import EngineConfig
 
@@ -22,10 +24,27 @@ def worker_for(served: ServedModel, config: EngineConfig, group: RankGroup | Non
     return Worker(served, config) if group is None else LeadingWorker(served, config, group)
 
 
-def scheduler_for(config: EngineConfig, runner: ModelRunner) -> Scheduler:
+def sharing_for(served: ServedModel, config: EngineConfig) -> Sharing:
+    """Which groups share their prompt's KV, in a batch of ``config.num_slots`` rows.
+
+    A batch that is smaller than planned, since memory ran out, shares prompts of fewer tokens. On a GPU
+    sharing was never measured, and ends the replay of recorded steps; in strict mode a sample must not depend
+    on how many siblings it has. There ``auto`` shares where it must.
+    """
+    plan = served.memory_plan
+    mode: Literal["expand", "shared", "auto"] = "expand"
+    if plan.sharing != "never" and config.prefix in ("auto", "shared"):
+        mode = "shared" if config.prefix == "shared" else "auto"
+    by_cost = served.runner.device.type == "cpu" and config.deterministic != "strict"
+    budget = plan.prompt_tokens * config.num_slots // plan.num_slots
+    return Sharing(mode, config.num_slots, plan.slot_length, budget, by_cost)
+
+
+def scheduler_for(served: ServedModel, config: EngineConfig) -> Scheduler:
     """By layout."""
+    runner = served.runner
     if config.layout == "ragged":
-        return Scheduler(config.num_slots)
+        return Scheduler(config.num_slots, sharing_for(served, config))
     skips_dead = runner.device.type == "cuda" and not runner.needs_mask  # Triton reads what a row sees
     return AlignedScheduler(config.num_slots, config.max_length, reads_dead_columns=not skips_dead)
 

@@ -8,19 +8,28 @@ keep the implementation the model was loaded with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from rollout_pool.actors.shared_prefixes import MaskFunction, SharedStep
 from rollout_pool.errors import UnsupportedModelError
 from rollout_pool.kernels import ops
 
 NAME = "rollout_pool_rows"
 
-MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+class _Running(threading.local):
+    """The step that runs in this thread, for functions that a model calls."""
+
+    shared: SharedStep | None = None
+
+
+_running = _Running()
 
 
 def row_mask(
@@ -41,7 +50,8 @@ def row_mask(
     sliding window, chunked. It is evaluated on positions, so every rule that Transformers can express
     holds per row, and cells past a row's position, used or not, are never seen.
 
-    With Triton the result is :func:`spans` instead, so that the kernel reads only the cells it needs.
+    With Triton the result is :func:`spans` instead, so that the kernel reads only the cells it needs. What
+    rows see of prompts that they share is not in the mask; the running step finds it out here.
     """
     rows = torch.arange(batch_size, device=device).view(-1, 1, 1, 1)
     head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
@@ -50,7 +60,10 @@ def row_mask(
     if isinstance(kv_offset, torch.Tensor):
         visible = visible & (positions >= 0)
     visible = visible.expand(batch_size, 1, 1, kv_length)
-    return spans(visible) if ops.uses_triton(visible) else visible
+    mask = spans(visible) if ops.uses_triton(visible) else visible
+    if _running.shared is not None:
+        _running.shared.see(mask_function, rows, q_offset.view(-1, 1, 1, 1), mask)
+    return mask
 
 
 def spans(visible: torch.Tensor) -> torch.Tensor:
@@ -83,15 +96,14 @@ def row_attention(
     if position_bias is not None:
         raise UnsupportedModelError(f"{type(module).__name__} adds a position bias to its attention scores")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    shared = _running.shared
+    prior = None if shared is None else shared.attend(query, key, attention_mask, scale, softcap)
+    options: dict[str, Any] = {"scaling": scale, "softcap": softcap, "sinks": s_aux, "prior": prior}
     if attention_mask.dtype == torch.bool:
-        out = ops.decode_attention(
-            query, key, value, scaling=scale, softcap=softcap, sinks=s_aux, visible=attention_mask
-        )
+        out = ops.decode_attention(query, key, value, visible=attention_mask, **options)
     else:
         lengths, window = attention_mask[:, 0, 0].unbind(dim=1)
-        out = ops.decode_attention(
-            query, key, value, lengths, window=window, scaling=scale, softcap=softcap, sinks=s_aux
-        )  # fmt: skip
+        out = ops.decode_attention(query, key, value, lengths, window=window, **options)
     return out.transpose(1, 2), None
 
 
@@ -107,13 +119,18 @@ class AttentionSwitch:
         self._configs = list({id(config): config for config in configs if config is not None}.values())
 
     @contextmanager
-    def rows(self) -> Iterator[None]:
-        """Within this context the model attends row by row; what was set before comes back after it."""
+    def rows(self, shared: SharedStep | None = None) -> Iterator[None]:
+        """Within this context the model attends row by row; what was set before comes back after it.
+
+        shared: the prompts that rows share in this step.
+        """
         before = [config._attn_implementation_internal for config in self._configs]
+        _running.shared = shared
         for config in self._configs:
             config._attn_implementation_internal = NAME
         try:
             yield
         finally:
+            _running.shared = None
             for config, name in zip(self._configs, before, strict=True):
                 config._attn_implementation_internal = name

@@ -44,12 +44,12 @@ class Batch:
         self._runner = served.runner
         device = self._runner.device
         self.worker = assembly.worker_for(served, config, group)
-        self.rows = Rows(config.num_slots, config.max_length, self._runner.vocab_size, device)
-        self.scheduler = assembly.scheduler_for(config, self._runner)
+        most = min(config.max_length, served.memory_plan.slot_length + 1)  # a row that is over draws on
+        self.rows = Rows(config.num_slots, most, self._runner.vocab_size, device)
+        self.scheduler = assembly.scheduler_for(served, config)
         look_every = assembly.look_every_for(config, device)
         self.seating = Seating(self.rows, self.worker, look_every, self._free, on_sample)
-        shares = config.prefix == "expand"
-        self._filler = Filler(self.worker, self.rows, self.seating, watch, shares)
+        self._filler = Filler(self.worker, self.rows, self.seating, watch, shares=config.prefix != "off")
         self._groups: dict[int, Running] = {}
         self._bytes_per_token = served.memory_plan.bytes_per_token
         kv_bytes = sum(tensor.nbytes for tensor in self.worker.cache.tensors())
@@ -69,6 +69,8 @@ class Batch:
             prefill_tokens=self._filler.tokens_computed,
             prefill_tokens_saved=self._filler.tokens_saved,
             prefill_tokens_reused=self._filler.tokens_reused,
+            shared_groups=self._filler.num_shared,
+            shared_kv_bytes=self.worker.prefixes.num_bytes,
             waiting_samples=self.scheduler.num_waiting_samples,
         )
 

@@ -92,7 +92,11 @@ class Engine:
         if self.is_strict and runner.device.type == "cpu":
             warn_unless_strict()
         self._endings = Endings(self.tokenizer, served.eos_token_ids, runner.vocab_size)
-        self._encoder = PromptEncoder(self.tokenizer, runner.vocab_size, self.config.max_length)
+        plan = self.memory_plan
+        most = plan.prompt_tokens if plan.sharing == "needed" else None
+        self._encoder = PromptEncoder(
+            self.tokenizer, runner.vocab_size, self.config.max_length, plan.slot_length, most
+        )
         new_batch = partial(Batch, served, group=group, watch=self._endings.watch, on_sample=self._store)
         is_split = group is not None or runner.partitioned is not None
         self._elastic = ElasticBatch(new_batch, self.config, is_split, self._fail)

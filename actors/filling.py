@@ -14,7 +14,7 @@ from rollout_pool.actors.scheduler import Admission
 from rollout_pool.actors.seating import Seating
 from rollout_pool.actors.stopping import StopWatch
 from rollout_pool.actors.versions import VersionLog
-from rollout_pool.actors.worker import Draw, Worker
+from rollout_pool.actors.worker import UNSHARED, Draw, Worker
 from rollout_pool.kernels import ops
 from rollout_pool.types import Sample, SamplingParams, TokenIds
 
@@ -39,6 +39,7 @@ class Filler:
     tokens_computed: int = 0
     tokens_saved: int = 0
     tokens_reused: int = 0
+    num_shared: int = 0
 
     def admit(self, running: Running, admission: Admission) -> None:
         """Prefill a group if it is new, expand its KV into the slots, draw their first tokens."""
@@ -49,6 +50,9 @@ class Filler:
         self.rows.admit(slots, running.prompt, running.request.sampling, keys, list(running.stop_ids))
         self.seating.sit(seats)
         fresh = [place for place, seat in enumerate(seats) if seat.past is None]
+        if running.state.is_shared:
+            self.num_shared += admission.first == 0
+            self._hold(running)  # for samples that are resumed, too
         self._prefill(running, [slots[at] for at in fresh], [admission.columns[at] for at in fresh])
         for seat, column in zip(seats, admission.columns, strict=True):
             if seat.past is not None:
@@ -63,7 +67,7 @@ class Filler:
         """Take over what another filler of the same engine has counted."""
         self.versions, self.num_prefills = before.versions, before.num_prefills
         self.tokens_computed, self.tokens_saved = before.tokens_computed, before.tokens_saved
-        self.tokens_reused = before.tokens_reused
+        self.tokens_reused, self.num_shared = before.tokens_reused, before.num_shared
 
     def drop(self, running: Running) -> None:
         """Nobody of this group waits for a slot any more: its prompt need not be held."""
@@ -73,11 +77,15 @@ class Filler:
 
     def recompute(self, groups: Iterable[Running], column_of: Callable[[int], int]) -> None:
         """Make the KV of held prompts and of all who sit anew, with the weights as they are now."""
-        for running in groups:
-            if running.is_held:
-                self._compute(running, running.state.group_id, running.prompt)
         self.seating.settle()
         seats = list(self.seating.seats.values())
+        sharing = {seat.running.state.group_id for seat in seats if seat.running.state.is_shared}
+        for running in groups:
+            group = running.state.group_id
+            if running.is_held or group in sharing:
+                self._compute(running, group, running.prompt)
+            if not running.is_held and group in sharing:
+                self.worker.drop(group)
         for seat, generated in zip(seats, self.seating.generated_by(seats), strict=True):
             drawn = generated.token_ids[:-1]  # the last one's KV is written by the next step
             self._compute(seat.running, SINGLE, np.concatenate((seat.running.prompt, drawn)))
@@ -105,16 +113,23 @@ class Filler:
             return
         group = running.state.group_id
         for part in [slots] if self.shares else [[slot] for slot in slots]:
-            if not (running.is_held and self.shares):
-                self._compute(running, group, running.prompt)
-                running.is_held = True
-            self.worker.seat(group, columns[0], part, self._draw(part))
+            if not self.shares:
+                running.is_held = False
+            self._hold(running)
+            self.worker.seat(group, columns[0], part, self._draw(part), _shared_by(running))
+
+    def _hold(self, running: Running) -> None:
+        """Compute the prompt of a group, unless the worker has it."""
+        if not running.is_held:
+            self._compute(running, running.state.group_id, running.prompt)
+            running.is_held = True
 
     def _resume(self, seat: Seat, past: Sample, column: int) -> None:
         """Compute a prompt with what one of its samples had drawn, and draw on from there."""
         self.rows.resume(seat.slot, Generated(past.token_ids, past.logprobs, past.sampling_logprobs))
         self._compute(seat.running, SINGLE, np.concatenate((seat.running.prompt, past.token_ids)))
-        self.worker.seat(SINGLE, column, [seat.slot], self._draw([seat.slot]))
+        shared = _shared_by(seat.running)
+        self.worker.seat(SINGLE, column, [seat.slot], self._draw([seat.slot]), shared)
         self.worker.drop(SINGLE)
 
     def _compute(self, running: Running, number: int, tokens: TokenIds) -> None:
@@ -127,3 +142,8 @@ class Filler:
 
     def _draw(self, slots: Sequence[int]) -> Draw:
         return self.rows.drawing(ops.upload(slots, self.rows.device), self.rows.kind())
+
+
+def _shared_by(running: Running) -> int:
+    """The number of the prompt that this group's rows share."""
+    return running.state.group_id if running.state.is_shared else UNSHARED

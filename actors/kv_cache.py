@@ -160,11 +160,18 @@ class SlotCache(Cache):
                 raise UnsupportedModelError(f"its cache has layers of type {kind}, which slots cannot hold")
         super().__init__(layers=layers)
 
-    def begin(self, positions: torch.Tensor, column: int, by_mask: bool = False) -> None:
+    def begin(
+        self,
+        positions: torch.Tensor,
+        column: int,
+        by_mask: bool = False,
+        before: torch.Tensor | None = None,
+    ) -> None:
         """Start a step of rows whose queries stand at ``positions``, int64 ``[rows]``.
 
-        Ragged: every row writes the column of its position, and ``column`` bounds them all. Aligned: all
-        rows write ``column``. ``by_mask``: the model takes a mask of tokens and derives positions from it, as
+        Ragged: every row writes the column of its position, and ``column`` bounds them all. ``before``: int64
+        ``[rows]``, how many of each row's first tokens are not in its slot. Aligned: all rows write
+        ``column``. ``by_mask``: the model takes a mask of tokens and derives positions from it, as
         it does for left-padded batches; else :func:`rollout_pool.actors.attention.row_mask` has them.
         """
         clock = self._clock
@@ -174,7 +181,9 @@ class SlotCache(Cache):
             clock.first_position = 0 if by_mask else -clock.step.starts.view(-1, 1, 1, 1)
         else:
             columns = min(self.length, -(-(column + 1) // VIEW_STEP) * VIEW_STEP)
-            clock.step = DecodeStep(positions, positions, columns, self.length)
+            write = positions if before is None else positions - before
+            clock.step = DecodeStep(positions, write, columns, self.length)
+            clock.first_position = 0 if before is None else before.view(-1, 1, 1, 1)
         clock.query_offset = column if by_mask else positions
         for layer in self._states.values():
             layer.begin(positions.shape[0])
@@ -192,19 +201,21 @@ class SlotCache(Cache):
         kv = [tensor[:num_rows] for layer in self._kv.values() for tensor in layer.tensors()]
         ops.trim_kv(kv, columns, length)
 
-    def expand(self, prefix: Cache, slots: torch.Tensor, length: int, column: int = 0) -> None:
-        """Copy a prompt of ``length`` tokens into every one of ``slots``, from ``column`` on.
+    def expand(self, prefix: Cache, slots: torch.Tensor, length: int, column: int = 0, skip: int = 0) -> None:
+        """Copy a prompt of ``length`` tokens, but for its first ``skip``, into ``slots``, from ``column`` on.
 
         A sliding layer kept only its last cells, which go where they belong; the cells before them are
         outside the window for good. Layers that start in the same column are copied in one call.
         """
         sources: list[Any] = prefix.layers
         copies: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for index, layer in self._kv.items():
+        for index, layer in self._kv.items() if skip < length else ():
             source = sources[index]
-            caches, prefixes = copies.setdefault(column + length - source.keys.shape[2], ([], []))
+            first = length - source.keys.shape[2]  # position of the first cell there is
+            start = max(first, skip)
+            caches, prefixes = copies.setdefault(column + start - skip, ([], []))
             caches += (layer.keys, layer.values)
-            prefixes += (source.keys, source.values)
+            prefixes += (source.keys[:, :, start - first :], source.values[:, :, start - first :])
         for start, (caches, prefixes) in copies.items():
             ops.expand_kv(caches, prefixes, slots, start)
             for cache in caches if start > column else ():
@@ -212,6 +223,10 @@ class SlotCache(Cache):
                 cache[slots, :, column:start] = 0
         for index, states in self._states.items():
             states.expand(sources[index], slots)
+
+    def addresses(self) -> dict[int, int]:
+        """Where each attention layer's keys begin in memory now, by the layer's index."""
+        return {index: layer.keys.data_ptr() for index, layer in self._kv.items()}
 
     def move(self, source: torch.Tensor, target: torch.Tensor, length: int) -> None:
         """Move rows with all they hold; ``length`` bounds the cells in use."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +12,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from rollout_pool.actors.attention import AttentionSwitch
 from rollout_pool.actors.kv_cache import SlotCache
+from rollout_pool.actors.prefix import Prefix
+from rollout_pool.actors.shared_prefixes import SharedStep
 from rollout_pool.actors.zero3 import Gather, Partitioned, full_shape, is_partitioned
 from rollout_pool.errors import UnsupportedModelError
 
@@ -31,15 +32,6 @@ def evaluation(model: torch.nn.Module, *, is_partitioned: bool = False) -> Itera
     finally:
         for module in was_training:
             module.training = True
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """A prompt that has been computed: its cache, and the logits of its next token."""
-
-    cache: Cache
-    logits: torch.Tensor  # float32 [1, vocab]
-    length: int
 
 
 class ModelRunner:
@@ -65,6 +57,8 @@ class ModelRunner:
         self._takes_positions = "position_ids" in parameters
         self.goes_on = False
         """Whether a prompt may be computed in parts; a trial finds it out."""
+        self.no_sharing: str | None = "it has not been tried"
+        """Why rows cannot share their prompt's KV; None: they can. A trial finds it out."""
         self.needs_mask = not self._takes_positions or bool(getattr(self.config, "alibi", False))
         """It derives positions (ALiBi, say) from a mask of tokens; only layout ``aligned`` serves that."""
         self.num_prefills = 0
@@ -98,17 +92,24 @@ class ModelRunner:
         return Prefix(cache, logits, length)
 
     def decode(
-        self, cache: SlotCache, tokens: torch.Tensor, positions: torch.Tensor, column: int
+        self,
+        cache: SlotCache,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        column: int,
+        shared: SharedStep | None = None,
     ) -> torch.Tensor:
         """One step of rows 0 to n-1 of ``cache``: each token at its row's position.
 
-        tokens, positions: int64 ``[rows]``; ``column``: as :meth:`SlotCache.begin` takes it. Returns
-        float32 logits ``[rows, vocab]`` that the caller may overwrite.
+        tokens, positions: int64 ``[rows]``; ``column``: as :meth:`SlotCache.begin` takes it. shared: the
+        prompts whose KV is not in the slots. Returns float32 logits ``[rows, vocab]`` that the caller may
+        overwrite.
         """
-        cache.begin(positions, column, by_mask=self.needs_mask)
+        before = None if shared is None else shared.lengths
+        cache.begin(positions, column, by_mask=self.needs_mask, before=before)
         if self.needs_mask:
             return self._forward(tokens.unsqueeze(1), positions.unsqueeze(1), cache, cache.token_mask())
-        with self._attention.rows():
+        with self._attention.rows(shared):
             return self._forward(tokens.unsqueeze(1), positions.unsqueeze(1), cache)
 
     def teacher_forced(self, token_ids: torch.Tensor) -> torch.Tensor:

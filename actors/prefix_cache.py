@@ -15,7 +15,8 @@ from typing import Any
 
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from rollout_pool.actors.model_runner import ModelRunner, Prefix
+from rollout_pool.actors.model_runner import ModelRunner
+from rollout_pool.actors.prefix import Prefix
 from rollout_pool.kernels import ops
 from rollout_pool.types import TokenIds
 

@@ -15,12 +15,25 @@ QUOTED = 120
 
 
 class PromptEncoder:
-    """Encodes prompts for one model: its tokenizer, its vocabulary, the engine's row length."""
+    """Encodes prompts for one model: its tokenizer, its vocabulary, the engine's row length.
 
-    def __init__(self, tokenizer: Any | None, vocab_size: int, max_length: int) -> None:
+    slot_length: tokens that a slot holds, by default ``max_length``. prompt_tokens: of shared prompts, which
+    are not in slots.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any | None,
+        vocab_size: int,
+        max_length: int,
+        slot_length: int | None = None,
+        prompt_tokens: int | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_length = max_length
+        self._slot_length = max_length if slot_length is None else slot_length
+        self._prompt_tokens = prompt_tokens
 
     def encode(self, request: ResolvedRequest) -> TokenIds:
         """Token ids of the prompt: int64 ``[tokens]``. Raises :class:`RequestError` with the reason."""
@@ -39,6 +52,7 @@ class PromptEncoder:
                 f"prompt of {ids.size} tokens + max_new_tokens {sampling.max_new_tokens} = {need} exceeds "
                 f"engine.max_length {self.max_length}; raise engine.max_length or lower max_new_tokens"
             )
+        self._refuse_what_no_slot_holds(ids.size, sampling.max_new_tokens)
         for sample in request.resume:
             foreign = sample.token_ids[(sample.token_ids < 0) | (sample.token_ids >= self.vocab_size)]
             if foreign.size:
@@ -54,6 +68,18 @@ class PromptEncoder:
                 f"stop_token_ids: {outside[0]} is outside the vocabulary (0 to {self.vocab_size - 1})"
             )
         return ids
+
+    def _refuse_what_no_slot_holds(self, prompt: int, new: int) -> None:
+        if new > self._slot_length:
+            raise RequestError(
+                f"max_new_tokens {new} exceeds engine.max_new_tokens {self._slot_length}, what a slot holds; "
+                "raise engine.max_new_tokens or lower max_new_tokens"
+            )
+        most = self._prompt_tokens
+        if prompt + new > self._slot_length and most is not None and prompt > most:
+            raise RequestError(
+                f"prompt of {prompt} tokens exceeds engine.prompt_tokens {most}; raise that or shorten it"
+            )
 
     def _outside(self, token_id: int, *, is_own: bool) -> str:
         outside = f"is outside the vocabulary (0 to {self.vocab_size - 1})"

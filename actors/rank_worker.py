@@ -17,7 +17,7 @@ import torch
 
 from rollout_pool.actors.rank_group import RankGroup
 from rollout_pool.actors.served_model import ServedModel, serve
-from rollout_pool.actors.worker import Draw, Worker
+from rollout_pool.actors.worker import UNSHARED, Draw, Worker
 from rollout_pool.config import Dtype, EngineConfig, TensorParallelBackend
 from rollout_pool.types import TokenIds
 
@@ -37,10 +37,10 @@ class LeadingWorker(Worker):
         self._send()
         return super().prefill(group, tokens)
 
-    def seat(self, group: int, column: int, slots: Sequence[int], draw: Draw) -> None:
-        self._tell(SEAT, [group, column, *slots])
+    def seat(self, group: int, column: int, slots: Sequence[int], draw: Draw, shared: int = UNSHARED) -> None:
+        self._tell(SEAT, [group, column, shared, *slots])
         self._send()
-        super().seat(group, column, slots, self._shared(draw))
+        super().seat(group, column, slots, self._shared(draw), shared)
 
     def refill(self, group: int, column: int, slots: Sequence[int]) -> None:
         self._tell(REFILL, [group, column, *slots])
@@ -150,7 +150,7 @@ def replay(worker: Worker, group: RankGroup) -> None:
 
     operations: dict[int, Callable[[list[int]], object]] = {
         PREFILL: lambda n: worker.prefill(n[0], n[1:]),
-        SEAT: lambda n: worker.seat(n[0], n[1], n[2:], receive),
+        SEAT: lambda n: worker.seat(n[0], n[1], n[3:], receive, n[2]),
         REFILL: lambda n: worker.refill(n[0], n[1], n[2:]),
         COMMIT: lambda n: worker.commit(n[0]),
         DROP: lambda n: worker.drop(n[0]),

@@ -58,7 +58,10 @@ class Running:
             is_over = sample.finish_reason == "stop" or size >= params.max_new_tokens
             if is_over or (size and sample.finish_reason != "error"):
                 (over if is_over else past)[sample.sample_index - request.sample_offset] = sample
-        state = GroupState(number, params.n, params.max_new_tokens)
+        state = GroupState(
+            number, params.n, params.max_new_tokens,
+            prompt_tokens=prompt.size, max_new_tokens=params.max_new_tokens,
+        )  # fmt: skip
         running = cls(request, prompt, stop_ids, state, on_finish, past, samples=over)
         running.line_up()
         return running
@@ -73,7 +76,9 @@ class Running:
         pasts = (self.past.get(number) for number in self.order)
         lengths = tuple(self.prompt.size + (0 if past is None else past.token_ids.size) for past in pasts)
         before = self.state
-        self.state = GroupState(before.group_id, len(lengths), before.budget, lengths)
+        self.state = GroupState(
+            before.group_id, len(lengths), before.budget, lengths, before.prompt_tokens, before.max_new_tokens
+        )
         self.is_held = False
         self.stays.end_all()
 
@@ -120,9 +125,10 @@ class Seat:
         """The step in which its budget is used up, if nothing ends it before."""
         return self.first_step + self.running.request.sampling.max_new_tokens - 1
 
-    def position(self, step: int) -> int:
-        """The column that it writes next after ``step``, at most."""
-        return self.running.prompt.size + min(step, self.last_step) - self.first_step
+    def column(self, step: int) -> int:
+        """The column that it writes next after ``step``, at most; its prompt is before it, unless shared."""
+        start = 0 if self.running.state.is_shared else self.running.prompt.size
+        return start + min(step, self.last_step) - self.first_step
 
     def num_drawn(self, step: int) -> int:
         """How many tokens it has after ``step``, at most."""

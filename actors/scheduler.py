@@ -12,6 +12,8 @@ import heapq
 from bisect import insort
 from dataclasses import dataclass, field
 
+from rollout_pool.actors.sharing import Sharing
+
 
 @dataclass(eq=False, slots=True)
 class GroupState:
@@ -23,9 +25,13 @@ class GroupState:
     """Longest expected number of new tokens; longer ones start earlier."""
     lengths: tuple[int, ...] = ()
     """Of each sample's row when it starts: its prompt, and what it had drawn before if it is resumed."""
+    prompt_tokens: int = 0
+    max_new_tokens: int = 0
     admitted: int = 0
     finished: int = 0
     slots: set[int] = field(default_factory=set)
+    is_shared: bool = False
+    """Whether its prompt's KV is kept once, outside the slots; decided when it starts."""
 
     @property
     def is_complete(self) -> bool:
@@ -48,8 +54,10 @@ class Admission:
 class Scheduler:
     """Owns the slots: who waits, who runs where, which row moves."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, sharing: Sharing | None = None) -> None:
+        """sharing: decides which groups share their prompt's KV; by default none does."""
         self.num_slots = num_slots
+        self._sharing = sharing
         self.buckets = batch_buckets(num_slots)
         self.owner: dict[int, GroupState] = {}
         self.held: GroupState | None = None
@@ -93,7 +101,10 @@ class Scheduler:
         self._arrivals += 1
 
     def admit(self) -> Admission | None:
-        """The next samples to start, or None when no slot is free or nobody can start."""
+        """The next samples to start, or None when no slot is free or nobody can start.
+
+        A group that has to share its prompt waits, with all behind it, while there is no room for the prompt.
+        """
         group = self._next() if self._free else None
         if group is None:
             return None
@@ -114,6 +125,8 @@ class Scheduler:
         group.slots.remove(slot)
         group.finished += 1
         heapq.heappush(self._free, slot)
+        if not group.slots and group.admitted == group.num_samples:
+            self._release(group)
         return group
 
     def cancel(self, group: GroupState) -> list[int]:
@@ -126,6 +139,7 @@ class Scheduler:
             del self.owner[slot]
             heapq.heappush(self._free, slot)
         group.slots.clear()
+        self._release(group)
         return freed
 
     def compact(self) -> list[tuple[int, int]]:
@@ -171,7 +185,21 @@ class Scheduler:
 
     def _next(self) -> GroupState | None:
         """The group that starts next, out of the queue."""
-        return self.held or (self._waiting.pop(0)[-1] if self._waiting else None)
+        if self.held or not self._waiting:
+            return self.held
+        group = self._waiting[0][-1]
+        if self._sharing is not None:
+            shares = self._sharing.decide(
+                group.group_id, group.prompt_tokens, group.max_new_tokens, group.num_samples
+            )
+            if shares is None:
+                return None
+            group.is_shared = shares
+        return self._waiting.pop(0)[-1]
+
+    def _release(self, group: GroupState) -> None:
+        if self._sharing is not None and group.is_shared:
+            self._sharing.release(group.group_id)
 
     def _place(self, group: GroupState, first: int, slots: tuple[int, ...]) -> tuple[int, ...]:
         """The column in which each row begins, from sample ``first`` on."""

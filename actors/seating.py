@@ -50,8 +50,8 @@ class Seating:
 
     @property
     def longest(self) -> int:
-        """The largest position that the next decode step writes."""
-        return max(seat.position(self.step) for seat in self.seats.values())
+        """The largest column that the next decode step writes, where rows begin in column 0."""
+        return max(seat.column(self.step) for seat in self.seats.values())
 
     def sit(self, seats: Iterable[Seat]) -> None:
         """Samples that were just admitted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ from rollout_pool.actors.rank_group import RankGroup
 from rollout_pool.actors.strict import ask_for_strict_products
 from rollout_pool.config import Dtype, EngineConfig, TensorParallelBackend
 from rollout_pool.errors import ConfigError, RolloutPoolError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -89,10 +92,20 @@ def _try_out(runner: ModelRunner, config: EngineConfig) -> tuple[Cache, MemoryPl
     """A small prefill's cache, and the plan. What fails on one rank of a trainer fails on all."""
     error: RolloutPoolError | None = None
     try:
+        wants_sharing = config.layout == "ragged" and config.prefix in ("auto", "shared")
         with runner.together():
-            example = support.trial(runner, config.layout == "aligned").cache
-        plan = plan_memory(runner.model, config, *cache_bytes(example), runner.device)
+            example = support.trial(runner, config.layout == "aligned", shares=wants_sharing).cache
+        if config.prefix == "shared":
+            support.refuse_sharing(runner)
+        can_share = runner.no_sharing is None
+        plan = plan_memory(runner.model, config, *cache_bytes(example), runner.device, can_share)
         plan.check()
+        if wants_sharing and not can_share and config.max_new_tokens is not None:
+            logger.warning(
+                "slots hold engine.max_length %d tokens, since rows of this model cannot share prompts: %s",
+                config.max_length,
+                runner.no_sharing,
+            )
     except RolloutPoolError as found:
         error = found
     if runner.partitioned is not None:

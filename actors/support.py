@@ -16,8 +16,10 @@ from transformers import PreTrainedModel
 from rollout_pool.actors.kv_cache import SlotCache
 from rollout_pool.actors.loaded_weights import broken_weight
 from rollout_pool.actors.loading import has_softcap
-from rollout_pool.actors.model_runner import ModelRunner, Prefix
+from rollout_pool.actors.model_runner import ModelRunner
+from rollout_pool.actors.prefix import Prefix
 from rollout_pool.actors.prefix_cache import beginning, is_cuttable
+from rollout_pool.actors.sharing_trial import decode_shared
 from rollout_pool.errors import CapacityError, UnsupportedModelError
 
 POISON = 1e4
@@ -65,11 +67,14 @@ def refuse_by_configuration(model: PreTrainedModel, max_length: int, is_aligned:
             )
 
 
-def trial(runner: ModelRunner, is_aligned: bool = False) -> Prefix:
-    """Decode a little and compare; returns a small prefill whose tensors give the cache its shapes."""
+def trial(runner: ModelRunner, is_aligned: bool = False, shares: bool = False) -> Prefix:
+    """Decode a little and compare; returns a small prefill whose tensors give the cache its shapes.
+
+    shares: also find out whether rows can share their prompt's KV, for :attr:`ModelRunner.no_sharing`.
+    """
     name = type(runner.model).__name__
     try:
-        worst, prefix = _measure(runner, is_aligned)
+        worst, prefix = _measure(runner, is_aligned, shares)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{name} cannot be served: {error}") from None
     except Exception as error:
@@ -87,7 +92,24 @@ def trial(runner: ModelRunner, is_aligned: bool = False) -> Prefix:
     return prefix
 
 
-def _measure(runner: ModelRunner, is_aligned: bool) -> tuple[float, Prefix]:
+def is_known_not_to_share(model: PreTrainedModel) -> bool:
+    """Whether its configuration shows already what :func:`trial` would find: rows cannot share prompts.
+
+    What multi-head latent attention caches are not its keys; it makes those of all cells in every step.
+    """
+    return getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None) is not None
+
+
+def refuse_sharing(runner: ModelRunner) -> None:
+    """Raise :class:`UnsupportedModelError` when rows of this model cannot share their prompt's KV."""
+    if runner.no_sharing is not None:
+        raise UnsupportedModelError(
+            f"{type(runner.model).__name__} cannot share prompts: {runner.no_sharing}; set engine.prefix to "
+            "'auto' or 'expand'"
+        )
+
+
+def _measure(runner: ModelRunner, is_aligned: bool, shares: bool) -> tuple[float, Prefix]:
     """Relative error of prefill and ragged decoding, and a prefill."""
     generator = torch.Generator().manual_seed(20)
     high = min(runner.vocab_size, 1000)
@@ -114,7 +136,23 @@ def _measure(runner: ModelRunner, is_aligned: bool) -> tuple[float, Prefix]:
     for prefix, reference in zip(prefixes, expected, strict=True):
         worst = max(worst, _relative(prefix.logits[0], reference[prefix.length - 1]))
     runner.goes_on = _goes_on(runner, texts[1], prefixes[1], expected[1])
+    if shares:
+        runner.no_sharing = _why_not_shared(runner, texts, prefixes, expected)
     return worst, prefixes[0]
+
+
+def _why_not_shared(
+    runner: ModelRunner, texts: list[torch.Tensor], prefixes: list[Prefix], expected: list[torch.Tensor]
+) -> str | None:
+    """Why rows cannot share their prompt's KV; None: they can."""
+    try:
+        found = decode_shared(runner, texts, prefixes, _TRIAL_STEPS)
+    except Exception as error:
+        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    worst = max(_relative(logits, expected[number][at]) for logits, number, at in found)
+    if worst <= TOLERANCES[runner.model.dtype == torch.float32]:
+        return None
+    return f"its logits are then others than in a plain forward (relative difference {worst:.1e})"
 
 
 def _goes_on(runner: ModelRunner, text: torch.Tensor, prefix: Prefix, expected: torch.Tensor) -> bool:

@@ -16,10 +16,10 @@ import torch
 from rollout_pool.actors.graphs import GraphedStep, Recorder
 from rollout_pool.actors.kv_cache import SlotCache
 from rollout_pool.actors.memory import prefix_cache_tokens
-from rollout_pool.actors.model_runner import Prefix
 from rollout_pool.actors.model_tensors import ModelTensors
 from rollout_pool.actors.prefix_cache import PrefixCache
 from rollout_pool.actors.served_model import ServedModel
+from rollout_pool.actors.shared_prefixes import SharedPrefixes
 from rollout_pool.actors.stored_weights import StoredWeights
 from rollout_pool.config import EngineConfig
 from rollout_pool.kernels import ops
@@ -28,6 +28,10 @@ from rollout_pool.types import TokenIds
 Draw = Callable[[torch.Tensor], torch.Tensor]
 """From logits float32 ``[rows, vocab]``, which it may overwrite, to int64 ``[2, rows]``: the tokens drawn,
 and 1 where the row goes on, 0 where it ended."""
+
+
+UNSHARED = -2
+"""In place of the number of a prompt that rows share."""
 
 
 class StagedWeights(Protocol):
@@ -43,14 +47,15 @@ class Worker:
     def __init__(self, served: ServedModel, config: EngineConfig) -> None:
         self.runner = served.runner
         is_aligned = config.layout == "aligned"
-        self.cache = SlotCache(served.example, config.num_slots, config.max_length, is_aligned)
+        self.cache = SlotCache(served.example, config.num_slots, served.memory_plan.slot_length, is_aligned)
         device = self.runner.device
         # A slot that is not live keeps harmless values: it writes column 0 of its own row.
         self.live = torch.zeros(config.num_slots, dtype=torch.int64, device=device)
         self.position = torch.zeros_like(self.live)  # column of the next write
         self.last_token = torch.zeros_like(self.live)
-        self._prefixes: dict[int, Prefix] = {}
-        whole_only = config.deterministic == "strict" or not self.runner.goes_on
+        is_strict = config.deterministic == "strict"
+        self.prefixes = SharedPrefixes(config.num_slots, device, apart=is_strict)
+        whole_only = is_strict or not self.runner.goes_on
         self.recent = PrefixCache(self.runner, prefix_cache_tokens(config), whole_only)
         self.weights: StagedWeights | None = None
         """What new weights are staged in, when this worker takes any."""
@@ -88,20 +93,26 @@ class Worker:
         Returns how many of its tokens had been computed before.
         """
         ids = np.asarray(tokens, dtype=np.int64)
-        self._prefixes[group], num_reused = self.recent.prefill(ids, keep=group >= 0)
+        prefix, num_reused = self.recent.prefill(ids, keep=group >= 0)
+        self.prefixes.hold(group, prefix)
         return num_reused
 
-    def seat(self, group: int, column: int, slots: Sequence[int], draw: Draw) -> None:
-        """Copy the prompt's KV into ``slots`` from ``column`` on, and draw their first tokens."""
-        prefix, at = self._prefixes[group], ops.upload(slots, self.runner.device)
-        self.cache.expand(prefix.cache, at, prefix.length, column)
+    def seat(self, group: int, column: int, slots: Sequence[int], draw: Draw, shared: int = UNSHARED) -> None:
+        """Copy the KV of a sequence into ``slots`` from ``column`` on, and draw their next tokens.
+
+        shared: the number of its beginning, which these rows share with others. It is not copied.
+        """
+        prefix, at = self.prefixes[group], ops.upload(slots, self.runner.device)
+        if shared != UNSHARED:
+            self.prefixes.seat(shared, slots, at)
+        self.cache.expand(prefix.cache, at, prefix.length, column, self.prefixes.length_at(slots[0]))
         self.position[at] = prefix.length
         self._accept(draw(prefix.logits.expand(len(slots), -1).clone()), at)
 
     def refill(self, group: int, column: int, slots: Sequence[int]) -> None:
         """Copy the KV of a sequence into ``slots`` that hold it already, made with other weights."""
-        prefix, at = self._prefixes[group], ops.upload(slots, self.runner.device)
-        self.cache.expand(prefix.cache, at, prefix.length, column)
+        prefix, at = self.prefixes[group], ops.upload(slots, self.runner.device)
+        self.cache.expand(prefix.cache, at, prefix.length, column, self.prefixes.length_at(slots[0]))
 
     def commit(self, version: int) -> None:
         """Write the staged weights of this version into the model, unless its trainer has."""
@@ -111,8 +122,8 @@ class Worker:
         self.recent.clear()
 
     def drop(self, group: int) -> None:
-        """The prompt is not needed any more."""
-        del self._prefixes[group]
+        """Nobody waits for the prompt any more; rows that share it keep it."""
+        self.prefixes.drop(group)
 
     def decode(self, num_rows: int, column: int, draw: Draw, kind: tuple[bool, ...] = ()) -> None:
         """One token for each of the first ``num_rows`` slots.
@@ -120,7 +131,7 @@ class Worker:
         column: of the writes in layout ``aligned``; in ``ragged`` it bounds them. kind: what besides the
         number of rows decides which work ``draw`` does.
         """
-        if self.graphs is None:
+        if self.graphs is None or self.prefixes.is_any:  # who shares changes from step to step
             self._whole_step(num_rows, column, draw)()
         else:  # a recording reads the cache to its end, or as far as the kernel finds cells to read
             self.graphs((num_rows, *kind), self._whole_step(num_rows, self.cache.length - 1, draw))
@@ -129,7 +140,9 @@ class Worker:
         rows = slice(0, num_rows)
 
         def step() -> None:
-            logits = self.runner.decode(self.cache, self.last_token[rows], self.position[rows], column)
+            shared = self.prefixes.step(num_rows, self.cache.addresses)
+            tokens, positions = self.last_token[rows], self.position[rows]
+            logits = self.runner.decode(self.cache, tokens, positions, column, shared)
             self.position[rows] += self.live[rows]
             self._accept(draw(logits), rows)
 
@@ -140,7 +153,8 @@ class Worker:
         device = self.runner.device
         source, target = (ops.upload(side, device) for side in zip(*moves, strict=True))
         self.cache.move(source, target, columns)
-        ops.move_rows([self.live, self.position, self.last_token], source, target)
+        ops.move_rows([self.live, self.position, self.last_token, self.prefixes.lengths], source, target)
+        self.prefixes.move(moves)
         self._free(source)
 
     def trim(self, num_rows: int, columns: int, length: int) -> None:
@@ -149,6 +163,7 @@ class Worker:
 
     def free(self, slots: Sequence[int]) -> None:
         """These slots hold nobody any more."""
+        self.prefixes.free(slots)
         self._free(ops.upload(slots, self.runner.device))
 
     def clear(self, slots: Sequence[int]) -> None:
@@ -162,6 +177,7 @@ class Worker:
         if self.graphs is not None:
             self.graphs.invalidate()
         self.cache.release()
+        self.prefixes.clear()
         self.recent.clear()
 
     def wake(self) -> None:
@@ -178,5 +194,5 @@ class Worker:
         self.last_token[slots], self.live[slots] = drawn[0], drawn[1]
 
     def _free(self, slots: torch.Tensor) -> None:
-        for column in (self.live, self.position, self.last_token):
+        for column in (self.live, self.position, self.last_token, self.prefixes.lengths):
             column[slots] = 0

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from rollout_pool.kernels.launching import INTERPRETED, on_device, power_of_two, refuse_cut_spans
+from rollout_pool.kernels.prefix_reference import Prior
 
 SPLIT = 512
 """Cells per split: part of what a result's bits depend on."""
@@ -40,8 +41,27 @@ def _first_cell(row, length, window, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _finish(acc, total, highest, sinks, head, HAS_SINKS: tl.constexpr):
-    """Weighted values over the sum of all weights. A sink adds to the sum and has no value."""
+def _finish(
+    acc, total, highest, sinks, head, elsewhere, elsewhere_lse, num_parts, part_size, row_head, value_at,
+    VALUE_DIM: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_PRIOR: tl.constexpr,
+):  # fmt: skip
+    """Weighted values over the sum of all weights. A sink adds to the sum and has no value.
+
+    What attention to cells elsewhere gave is added part by part, in order.
+    """
+    if HAS_PRIOR:
+        for part in range(num_parts):
+            place = part * part_size + row_head
+            lse = tl.load(elsewhere_lse + place)
+            there = (lse > float("-inf"))[:, None] & (value_at < VALUE_DIM)[None, :]
+            values = tl.load(
+                elsewhere + place[:, None] * VALUE_DIM + value_at[None, :], mask=there, other=0.0
+            )
+            top = tl.maximum(highest, lse)
+            before, now = tl.exp(highest - top), tl.exp(lse - top)
+            total = total * before + now
+            acc = acc * before[:, None] + values.to(tl.float32) * now[:, None]
+            highest = top
     if HAS_SINKS:
         sink = tl.load(sinks + head).to(tl.float32)
         top = tl.maximum(highest, sink)
@@ -51,14 +71,15 @@ def _finish(acc, total, highest, sinks, head, HAS_SINKS: tl.constexpr):
     return acc / total[:, None]
 
 
-@triton.jit(do_not_specialize=["window", "num_splits"])
+@triton.jit(do_not_specialize=["window", "num_splits", "num_parts"])
 def split_kernel(
-    query, keys, values, lengths, window, sinks, out, partial, stats, num_splits, scaling, softcap,
+    query, keys, values, lengths, window, sinks, elsewhere, elsewhere_lse, out, partial, stats,
+    num_splits, num_parts, scaling, softcap,
     query_row_stride, query_head_stride, key_row_stride, key_head_stride, value_row_stride, value_head_stride,
     GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, SPLIT: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-    WIDEN: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_PRIOR: tl.constexpr,
+    SPLIT: tl.constexpr, GROUP_BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -116,7 +137,11 @@ def split_kernel(
     row_head = row * tl.num_programs(1) * GROUP + head
     stored = (member < GROUP)[:, None] & (value_at < VALUE_DIM)[None, :]
     if first // SPLIT == (length - 1) // SPLIT:
-        result = _finish(acc, total, highest, sinks, head, HAS_SINKS)
+        part_size = tl.num_programs(2) * tl.num_programs(1) * GROUP
+        result = _finish(
+            acc, total, highest, sinks, head, elsewhere, elsewhere_lse, num_parts, part_size, row_head,
+            value_at, VALUE_DIM, HAS_SINKS, HAS_PRIOR,
+        )  # fmt: skip
         cells = out + row_head[:, None] * VALUE_DIM + value_at[None, :]
         tl.store(cells, result.to(out.dtype.element_ty), mask=stored)
     else:
@@ -126,11 +151,11 @@ def split_kernel(
         tl.store(stats + place * 2 + 1, total, mask=member < GROUP)
 
 
-@triton.jit(do_not_specialize=["window", "num_splits"])
+@triton.jit(do_not_specialize=["window", "num_splits", "num_parts"])
 def reduce_kernel(
-    lengths, window, sinks, out, partial, stats, num_splits,
+    lengths, window, sinks, elsewhere, elsewhere_lse, out, partial, stats, num_splits, num_parts,
     GROUP: tl.constexpr, VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
-    SPLIT: tl.constexpr, GROUP_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    HAS_PRIOR: tl.constexpr, SPLIT: tl.constexpr, GROUP_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -156,7 +181,11 @@ def reduce_kernel(
         values = tl.load(partial + place[:, None] * VALUE_DIM + at[None, :], mask=stored, other=0.0)
         acc = acc * before[:, None] + values * now[:, None]
         highest = top
-    result = _finish(acc, total, highest, sinks, head, HAS_SINKS)
+    part_size = tl.num_programs(1) * tl.num_programs(0) * GROUP
+    result = _finish(
+        acc, total, highest, sinks, head, elsewhere, elsewhere_lse, num_parts, part_size, row_head,
+        at, VALUE_DIM, HAS_SINKS, HAS_PRIOR,
+    )  # fmt: skip
     tl.store(out + row_head[:, None] * VALUE_DIM + at[None, :], result.to(out.dtype.element_ty), mask=stored)
 
 
@@ -171,6 +200,7 @@ def decode_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     visible: torch.Tensor | None = None,
+    prior: Prior | None = None,
 ) -> torch.Tensor:
     """See :func:`rollout_pool.kernels.reference.decode_attention`. Takes lengths, and no mask.
 
@@ -191,24 +221,28 @@ def decode_attention(
     out = torch.empty(rows, heads, 1, value_dim, dtype=query.dtype, device=query.device)
     partial, stats = _workspace(out, num_splits)
     cells = (keys.stride(0), keys.stride(1), values.stride(0), values.stride(1))
+    elsewhere, elsewhere_lse = (None, None) if prior is None else (part.contiguous() for part in prior)
+    num_parts = 0 if elsewhere is None else elsewhere.shape[0]
     group = heads // kv_heads
     block, stages = _blocks(keys, values)
     threads = {"num_warps": 8} if keys.element_size() == 4 else {"num_warps": 4, **_REGISTERS}
     shapes = {
         "GROUP": group, "VALUE_DIM": value_dim, "VALUE_BLOCK": power_of_two(value_dim, 16), "SPLIT": SPLIT,
         "WINDOW": _window_kind(window), "HAS_SINKS": sinks is not None,
+        "HAS_PRIOR": prior is not None,
     }  # fmt: skip
     with on_device(query):
         split_kernel[(num_splits, kv_heads, rows)](
-            query, keys, values, lengths, window, sinks, out, partial, stats, num_splits, scaling, softcap,
-            query.stride(0), query.stride(1), *cells, KEY_DIM=key_dim, HAS_SOFTCAP=softcap is not None,
+            query, keys, values, lengths, window, sinks, elsewhere, elsewhere_lse, out, partial, stats,
+            num_splits, num_parts, scaling, softcap, query.stride(0), query.stride(1), *cells,
+            KEY_DIM=key_dim, HAS_SOFTCAP=softcap is not None,
             GROUP_BLOCK=power_of_two(group, 16), KEY_BLOCK=power_of_two(key_dim, 16),
             BLOCK=block, WIDEN=INTERPRETED and keys.dtype == torch.bfloat16,
             **shapes, **threads, num_stages=stages, enable_fp_fusion=True,
         )  # fmt: skip
         if num_splits > 1:
             reduce_kernel[(kv_heads, rows)](
-                lengths, window, sinks, out, partial, stats, num_splits,
+                lengths, window, sinks, elsewhere, elsewhere_lse, out, partial, stats, num_splits, num_parts,
                 GROUP_BLOCK=power_of_two(group), **shapes, num_warps=4, enable_fp_fusion=True,
             )  # fmt: skip
     return out

@@ -30,15 +30,19 @@ def on_device(tensor: torch.Tensor) -> Iterator[None]:
 
 def pointers(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The address of every tensor: int64 ``[tensors]`` on their device."""
-    device = tensors[0].device
+    return number_table(tuple(tensor.data_ptr() for tensor in tensors), tensors[0].device)
+
+
+def number_table(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Numbers that a launch reads, int64 on ``device``; the same numbers are sent there once."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _table(tuple(tensor.data_ptr() for tensor in tensors), device, stream)
+    return _table(numbers, device, stream)
 
 
-@lru_cache(maxsize=256)
-def _table(addresses: tuple[int, ...], device: torch.device, stream: int) -> torch.Tensor:
+@lru_cache(maxsize=512)
+def _table(numbers: tuple[int, ...], device: torch.device, stream: int) -> torch.Tensor:
     """Kept per stream: only there is the copy sure to come before a kernel that reads the table."""
-    table = torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda")
+    table = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
     return table.to(device, non_blocking=True)
 
 

@@ -14,8 +14,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from rollout_pool.kernels import counter_hash, reference, sampling_reference
+from rollout_pool.kernels import counter_hash, prefix_reference, reference, sampling_reference
 from rollout_pool.kernels.counter_hash import sample_key, vocabulary_hash
+from rollout_pool.kernels.prefix_reference import PrefixRows, Prior
 from rollout_pool.kernels.reference import upload
 from rollout_pool.kernels.sampling_reference import SamplingRows
 
@@ -60,10 +61,13 @@ move_rows = _by_device(reference.move_rows, "cache_triton")
 trim_kv = _by_device(reference.trim_kv, "cache_triton")
 write_kv = _by_device(reference.write_kv, "cache_triton")
 decode_attention = _by_device(reference.decode_attention, "attention_triton")
+prefix_attention = _by_device(prefix_reference.prefix_attention, "prefix_attention_triton")
 position_keys = _by_device(counter_hash.position_keys, "counter_hash_triton")
 sample_tokens = _by_device(sampling_reference.sample_tokens, "sampling_triton")
 
 __all__ = [
+    "PrefixRows",
+    "Prior",
     "SamplingRows",
     "compact_kv",
     "decode_attention",
@@ -71,6 +75,7 @@ __all__ = [
     "expand_kv",
     "move_rows",
     "position_keys",
+    "prefix_attention",
     "sample_key",
     "sample_tokens",
     "trim_kv",

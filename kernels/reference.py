@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from rollout_pool.kernels.prefix_reference import Prior, attention_with_prior
+
 
 def expand_kv(
     caches: Sequence[torch.Tensor], prefixes: Sequence[torch.Tensor], slots: torch.Tensor, start: int = 0
@@ -102,6 +104,7 @@ def decode_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     visible: torch.Tensor | None = None,
+    prior: Prior | None = None,
 ) -> torch.Tensor:
     """One query per row against its own KV, without repeating grouped heads.
 
@@ -114,12 +117,17 @@ def decode_attention(
     are not seen must be finite here, since ``0 * nan`` is nan.
 
     softcap: scores become ``tanh(score / softcap) * softcap``. sinks: ``[heads]``, logits that take part
-    in the softmax and carry no value. Returns ``[rows, heads, 1, head_dim of values]``.
+    in the softmax and carry no value. prior: attention of the same queries to cells elsewhere, which are seen
+    as well. Returns ``[rows, heads, 1, head_dim of values]``.
     """
     rows, heads, _, head_dim = query.shape
     kv_heads = keys.shape[1]
     if visible is None:
         visible = visible_cells(lengths, window, keys.shape[2])
+    if prior is not None:
+        return attention_with_prior(
+            query, keys, values, visible, prior, scaling=scaling, softcap=softcap, sinks=sinks
+        )
     grouped = query.reshape(rows, kv_heads, heads // kv_heads, head_dim)
     if softcap is None and sinks is None:
         out = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible, scale=scaling)

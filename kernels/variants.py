@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 
-from rollout_pool.kernels import attention_triton, cache_triton, counter_hash_triton, sampling_triton
+from rollout_pool.kernels import (
+    attention_triton,
+    cache_triton,
+    counter_hash_triton,
+    prefix_attention_triton,
+    sampling_triton,
+)
+from rollout_pool.kernels.prefix_reference import PrefixRows
 from rollout_pool.kernels.sampling_reference import SamplingRows
 
 VOCAB = 50_304
@@ -33,6 +40,17 @@ ATTENTION: dict[str, dict[str, Any]] = {
     },
     "fp32 256": {"dtype": torch.float32, "dims": (256, 256), "group": 1},
 }  # fmt: skip
+SHARED: dict[str, dict[str, Any]] = {
+    "bf16 128": {"dtype": torch.bfloat16, "dims": (128, 128)},
+    "fp16 64, one head each": {"dtype": torch.float16, "dims": (64, 64), "group": 1},
+    "bf16 192 and 128": {"dtype": torch.bfloat16, "dims": (192, 128), "group": 1},
+    "bf16 64, sinks": {"dtype": torch.bfloat16, "dims": (64, 64), "group": 8, "sinks": True},
+    "bf16 256, soft-cap": {"dtype": torch.bfloat16, "dims": (256, 256), "group": 2, "softcap": 50.0},
+    "fp32 64": {"dtype": torch.float32, "dims": (64, 64)},
+    "fp32 128, soft-cap, sinks": {
+        "dtype": torch.float32, "dims": (128, 128), "softcap": 50.0, "sinks": True,
+    },
+}  # fmt: skip
 
 
 def launches() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -43,6 +61,8 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "cache moves, many rows", _many_moves
     for name, options in ATTENTION.items():
         yield f"attention, {name}", partial(_attention, **options)
+    for name, options in SHARED.items():
+        yield f"shared prompts, {name}", partial(_attention, shares=True, **options)
     for flags in product((False, True), repeat=3):
         names = [name for name, on in zip(("adjusted", "filtered", "sampled"), flags, strict=True) if on]
         yield f"sampling, {' '.join(names) or 'greedy'}", partial(_sample, *flags)
@@ -77,13 +97,21 @@ def _attention(
     window: int | str | None = "per row",
     softcap: float | None = None,
     sinks: bool = False,
+    shares: bool = False,
 ) -> None:
-    """``window`` per row is what the engine passes."""
+    """``window`` per row is what the engine passes. shares: with a prompt that is not in the slots."""
     rows, kv_heads, view = 2, 2, 2 * attention_triton.SPLIT
     keys, values = (torch.zeros(rows, kv_heads, view, dim, dtype=dtype) for dim in dims)
     lengths = torch.ones(rows, dtype=torch.int64)
+    query = torch.zeros(rows, kv_heads * group, 1, dims[0], dtype=dtype)
+    prior = None
+    if shares:
+        groups = PrefixRows(torch.arange(rows), (0, rows), tuple(range(rows)))
+        prior = prefix_attention_triton.prefix_attention(
+            query, [keys[:1]], [values[:1]], groups, scaling=0.1, softcap=softcap, seen=lengths
+        )
     attention_triton.decode_attention(
-        torch.zeros(rows, kv_heads * group, 1, dims[0], dtype=dtype),
+        query,
         keys,
         values,
         lengths,
@@ -91,6 +119,7 @@ def _attention(
         window=lengths if isinstance(window, str) else window,
         softcap=softcap,
         sinks=torch.zeros(kv_heads * group, dtype=dtype) if sinks else None,
+        prior=prior,
     )
 
 

@@ -49,7 +49,8 @@ class EngineConfig(StrictModel):
 
     ``num_slots`` rows decode at once; each row has room for ``max_length`` tokens (prompt and
     new tokens together), so the KV memory is ``num_slots * max_length`` cells and never more, plus
-    those of one prompt whose samples still wait for a slot.
+    those of one prompt whose samples still wait for a slot, and of prompts that rows share. With
+    ``max_new_tokens`` slots hold new tokens only: ``num_slots * max_new_tokens + prompt_tokens``.
     """
 
     num_slots: int = Field(default=32, ge=1, le=65536)
@@ -60,8 +61,17 @@ class EngineConfig(StrictModel):
     layout: Literal["ragged", "aligned"] = "ragged"
     """``ragged``: every row at its own position. ``aligned``: all rows write one column, as a left-padded
     batch does; it also serves models that derive positions from a mask (ALiBi: BLOOM, MPT, Falcon)."""
-    prefix: Literal["expand", "off"] = "expand"
-    """``expand``: a prompt is computed once for all its samples. ``off``: once per sample."""
+    prefix: Literal["auto", "shared", "expand", "off"] = "auto"
+    """``expand``: a prompt is computed once, and its KV copied into the slot of every sample. ``shared``: its
+    KV is kept once and attended once for all samples of the group. ``auto``: for each group what is faster
+    by the rule in ``docs/prefix.md``, and shared where slots are too short for the prompt. ``off``: computed
+    once per sample."""
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """Cells of a slot, when prompts are shared and slots hold new tokens only: the most that a request may
+    ask for. None: ``max_length``, so that any row fits a slot with its prompt."""
+    prompt_tokens: int | None = Field(default=None, ge=1)
+    """Of all prompts whose KV rows share at the same time; a group waits while there is no room for its own.
+    None: one prompt of ``max_length`` for every 8 slots, at least two where prompts must be shared."""
     prefix_cache_tokens: int | None = Field(default=None, ge=0)
     """Tokens of recent prompts whose KV is kept, for prompts that begin like them: system prompts, examples,
     turns of a conversation. None: twice ``max_length``. 0: none. Under ``strict`` only whole prompts are
@@ -81,6 +91,16 @@ class EngineConfig(StrictModel):
     zero3_gather: Literal["layers", "whole"] = "layers"
     """How a trainer's weights come together that ZeRO-3 has partitioned. ``layers``: one layer at a time in
     every forward, in no more memory than training takes. ``whole``: all of them once per rollout."""
+
+    @model_validator(mode="after")
+    def _sharing_is_ragged(self) -> Self:
+        sized = [name for name in ("max_new_tokens", "prompt_tokens") if getattr(self, name) is not None]
+        if self.layout == "aligned" and (self.prefix == "shared" or sized):
+            key = "prefix: 'shared'" if self.prefix == "shared" else f"{sized[0]}:"
+            raise ConfigError(f"{key} needs layout 'ragged'; in 'aligned' every slot holds its prompt")
+        if self.prefix in ("expand", "off") and sized:
+            raise ConfigError(f"{sized[0]}: needs prefix 'auto' or 'shared'; else slots hold their prompts")
+        return self
 
     @model_validator(mode="after")
     def _strict_is_ragged(self) -> Self:

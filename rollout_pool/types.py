@@ -259,6 +259,8 @@ class EngineStats:
     """Prompt tokens that sharing a prefill among samples made unnecessary."""
     prefill_tokens_reused: int = 0
     """Prompt tokens whose KV was still there from an earlier prompt."""
+    shared_groups: int = 0
+    """Groups whose samples shared their prompt's KV."""
     decode_steps: int = 0
     rows_decoded: int = 0
     """Live rows summed over decode steps."""
@@ -273,6 +275,9 @@ class EngineStats:
     new_tokens: int = 0
     samples_finished: int = 0
     kv_bytes: int = 0
+    """Of all slots."""
+    shared_kv_bytes: int = 0
+    """Of the prompts that rows share now."""
     shortages: int = 0
     """How often memory ran out in a step. ``num_slots`` is what the engine went on with."""
     weight_version: int = 0

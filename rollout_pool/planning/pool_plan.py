@@ -22,9 +22,9 @@ from rollout_pool.actors.meta_model import (
     shrink_to_shard,
     stored_tensors,
 )
-from rollout_pool.actors.support import refuse_by_configuration
+from rollout_pool.actors.support import is_known_not_to_share, refuse_by_configuration
 from rollout_pool.config import PoolConfig
-from rollout_pool.errors import CapacityError, ConfigError
+from rollout_pool.errors import CapacityError, ConfigError, UnsupportedModelError
 from rollout_pool.planning.machine import Machine
 from rollout_pool.preflight import ActorResources, actors_on, check_split, plan_actors
 
@@ -115,8 +115,13 @@ def make_plan(config: PoolConfig, machine: Machine) -> PoolPlan:
     per_token, per_slot = _shard_and_measure(model, config)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     on_node = min(actors_on(machine.nodes[0], resources), config.num_actors * config.tensor_parallel_size)
+    can_share = not is_known_not_to_share(model)
+    if config.engine.prefix == "shared" and not can_share:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} caches no keys, so rows share no prompts; set engine.prefix to 'auto'"
+        )
     memory = dataclasses.replace(
-        plan_memory(model, config.engine, per_token, per_slot, torch.device("cpu")),
+        plan_memory(model, config.engine, per_token, per_slot, torch.device("cpu"), can_share),
         free_bytes=_free_bytes(machine, resources, on_node, weights),
         device=resources.device,
     )

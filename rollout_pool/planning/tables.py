@@ -25,7 +25,9 @@ def rows(plan: PoolPlan) -> Iterator[tuple[str, str]]:
         yield "actors", f"{config.num_actors}, {each}"
     yield "asked of Ray", _asked(plan)
     yield "KV", f"{memory.bytes_per_token:,} B per token, {size_of(memory.bytes_per_slot)} per slot"
-    parts = f"{memory.num_slots} slots x {memory.max_length} tokens and one prompt"
+    parts = f"{memory.num_slots} slots x {memory.slot_length} tokens and one prompt"
+    if memory.prompt_tokens:
+        parts += f", {memory.prompt_tokens:,} tokens of shared prompts"
     if memory.prefix_tokens:
         parts += f", {memory.prefix_tokens:,} tokens of recent prompts"
     yield "", f"{size_of(memory.kv_bytes)} in all: {parts}"
@@ -77,12 +79,15 @@ def as_json(plan: PoolPlan) -> dict[str, Any]:
             "bytes_per_token": memory.bytes_per_token,
             "bytes_per_slot": memory.bytes_per_slot,
             "prefix_bytes": memory.prefix_bytes,
+            "prompt_bytes": memory.prompt_bytes,
             "kv_bytes": memory.kv_bytes,
             "free_bytes": memory.free_bytes,
             "process_bytes": 0 if asked.device == "cuda" else PROCESS_BYTES,
         },
         "num_slots": memory.num_slots,
         "max_length": memory.max_length,
+        "slot_length": memory.slot_length,
+        "prompt_tokens": memory.prompt_tokens,
         "slots_that_fit": plan.slots_that_fit,
         "fits": plan.problem is None,
         "problem": plan.problem,

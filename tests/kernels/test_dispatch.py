@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from rollout_pool.actors.attention import spans
-from rollout_pool.kernels import counter_hash, ops, reference, sampling_reference
+from rollout_pool.kernels import counter_hash, ops, prefix_reference, reference, sampling_reference
 
 MODULES = {
     "cache_triton": ["expand_kv", "expand_in_place", "compact_kv", "move_rows", "trim_kv", "write_kv"],
     "attention_triton": ["decode_attention"],
+    "prefix_attention_triton": ["prefix_attention"],
     "sampling_triton": ["sample_tokens"],
     "counter_hash_triton": ["position_keys", "exponential_noise"],
 }
@@ -45,7 +46,9 @@ def test_both_forms_have_one_signature(module: str, name: str) -> None:
 
     form = getattr(importlib.import_module(f"rollout_pool.kernels.{module}"), name)
     torch_form = next(
-        getattr(home, name) for home in (reference, sampling_reference, counter_hash) if hasattr(home, name)
+        getattr(home, name)
+        for home in (reference, prefix_reference, sampling_reference, counter_hash)
+        if hasattr(home, name)
     )
     assert inspect.signature(form) == inspect.signature(torch_form)
 

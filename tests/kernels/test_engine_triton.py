@@ -42,27 +42,42 @@ def gemma2() -> Any:
         return Gemma2ForCausalLM(config).eval()
 
 
-def rollout(model: Any, params: SamplingParams, device: torch.device) -> list[Any]:
+CONFIGS: dict[str, EngineConfig] = {
+    "expand": EngineConfig(num_slots=4, max_length=32, prefix="expand"),
+    "shared": EngineConfig(num_slots=4, max_length=32, prefix="shared", max_new_tokens=8, prompt_tokens=24),
+}
+
+
+def rollout(
+    model: Any, params: SamplingParams, device: torch.device, config: EngineConfig = CONFIGS["expand"]
+) -> list[Any]:
     """Fewer slots than samples: rows are refilled, and moved together at the end."""
     if isinstance(model, str):
-        engine = Engine(model, EngineConfig(num_slots=4, max_length=32), device=str(device))
+        engine = Engine(model, config, device=str(device))
     else:
-        engine = Engine(model.to(device), EngineConfig(num_slots=4, max_length=32))
+        engine = Engine(model.to(device), config)
     groups = engine.generate(PROMPTS, params)
     assert [group.error for group in groups] == [None, None]
     return [sample for group in groups for sample in group.samples]
 
 
+@pytest.mark.parametrize("prefix", CONFIGS)
 @pytest.mark.parametrize("kind", SAMPLING)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_tokens_are_those_of_the_references(
-    family: str, kind: str, tiny_model_dir: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    kind: str,
+    prefix: str,
+    tiny_model_dir: str,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = tiny_model_dir if family == "llama" else gemma2()
     expected = rollout(model, SAMPLING[kind], torch.device("cpu"))
     monkeypatch.setattr(ops, "uses_triton", lambda tensor: True)
-    got = rollout(model, SAMPLING[kind], device)
+    got = rollout(model, SAMPLING[kind], device, CONFIGS[prefix])
     assert "rollout_pool.kernels.attention_triton" in sys.modules
+    assert prefix == "expand" or "rollout_pool.kernels.prefix_attention_triton" in sys.modules
     assert [sample.token_ids.tolist() for sample in got] == [sample.token_ids.tolist() for sample in expected]
     for one, other in zip(got, expected, strict=True):
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
