@@ -75,7 +75,15 @@ def cut(sample: Sample, size: int) -> Sample:
 
 
 @pytest.mark.parametrize(
-    "config", [{}, {"layout": "aligned"}, {"readback_every": 3}, {"num_slots": 4}], ids=str
+    "config",
+    [
+        {},
+        {"layout": "aligned"},
+        {"readback_every": 3},
+        {"num_slots": 4},
+        {"num_slots": 4, "prefix": "shared", "max_new_tokens": 20, "prompt_tokens": 16},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_with_kv_recomputed_a_sample_goes_on_as_the_new_weights_would_have_it(
