@@ -4,7 +4,8 @@ A page's python blocks run in order, in one namespace and one folder, where ``pa
 folder are a tiny random model. A comment before a block changes that, invisibly for readers:
 
     <!-- setup ... -->          python that runs at this place and is not shown
-    <!-- not run: reason -->    the next block is checked (compiled, parsed) and not run
+    <!-- not run: reason -->    the next block is checked (compiled, parsed) and not run;
+                                "as in docs/x.md": its commands are run with that page
 
 Commands: ``rollout-pool`` runs in this process, plain shell in a shell; of others it is checked that what they name
 exists (targets of make, files, extras).
@@ -87,7 +88,12 @@ def how_to_pages() -> list[Path]:
     names = [
         name for title in ("Get started", "How to") for entry in sections[title] for name in entry.values()
     ]
-    return [ROOT / "README.md", DOCS / "configuration.md", *(DOCS / name for name in names)]
+    return [
+        ROOT / "README.md",
+        DOCS / "configuration.md",
+        DOCS / "colocated.md",
+        *(DOCS / name for name in names),
+    ]
 
 
 PAGES = how_to_pages()
@@ -139,6 +145,18 @@ def commands_of(block: Block) -> Iterator[list[str]]:
     for line in block.code.replace("\\\n", " ").splitlines():
         if words := shlex.split(line, comments=True):
             yield words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_what_is_left_to_another_page_is_run_there(page: Path) -> None:
+    for block in blocks_of(page):
+        if (block.reason or "").startswith("as in "):
+            other = ROOT / str(block.reason).removeprefix("as in ")
+            assert other in PAGES
+            there = [words for run in filter(is_run, blocks_of(other)) for words in commands_of(run)]
+            assert [
+                words for words in commands_of(block) if words not in there and words[0] != "source"
+            ] == []
 
 
 def check_command(words: list[str], block: Block) -> None:
