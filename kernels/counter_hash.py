@@ -54,25 +54,37 @@ def position_keys(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return torch.stack((first, second), dim=1)
 
 
-def exponential_noise(vocab: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Standard exponential variates, float32 ``[rows, vocab]``, all finite and above zero.
+def draw_bits(vocab: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """31 random bits for every row and id: int32 ``[rows, vocab]``, none below zero.
 
-    vocab: :func:`vocabulary_hash`. keys: :func:`position_keys`. The minimum over ids of E / weight is a
-    draw in proportion to the weights; -log(E) is a Gumbel variate.
-
-    E is -log(1 - u) with u = (h + 1/2) / 2**31 and h the hash's lower 31 bits. 1 - u is exact in
-    float64, and near it the logarithm keeps the full resolution of the smallest E, where the winner of
-    a large vocabulary is found. Rounded to float32 the result is the same in every math library whose
-    float64 logarithm is good to an ulp, but for about one draw in 2**28.
+    vocab: :func:`vocabulary_hash`, of all ids or, ``[rows, ids]``, of some. keys: :func:`position_keys`.
     """
     hash_ = vocab ^ keys[:, :1]
     hash_.mul_(_MIX_A)
     _xor_shift_(hash_, 15)
     hash_.bitwise_xor_(keys[:, 1:]).mul_(_MIX_B)
     _xor_shift_(hash_, 16)
-    remainder = hash_.bitwise_and_(0x7FFFFFFF).to(torch.float64)
+    return hash_.bitwise_and_(0x7FFFFFFF)
+
+
+def exponential(bits: torch.Tensor) -> torch.Tensor:
+    """Standard exponential variates from :func:`draw_bits`: float32, all finite and above zero.
+
+    The minimum over ids of E / weight is a draw in proportion to the weights; -log(E) is a Gumbel variate.
+
+    E is -log(1 - u) with u = (bits + 1/2) / 2**31. 1 - u is exact in float64, and near it the logarithm
+    keeps the full resolution of the smallest E, where the winner of a large vocabulary is found. Rounded to
+    float32 the result is the same in every math library whose float64 logarithm is good to an ulp, but for
+    about one draw in 2**28.
+    """
+    remainder = bits.to(torch.float64)
     remainder.mul_(-(2.0**-31)).add_(1.0 - 2.0**-32)
     return remainder.log_().neg_().to(torch.float32)
+
+
+def exponential_noise(vocab: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """:func:`exponential` variates of all ids: float32 ``[rows, vocab]``."""
+    return exponential(draw_bits(vocab, keys))
 
 
 def _xor_shift_(hash_: torch.Tensor, bits: int) -> torch.Tensor:

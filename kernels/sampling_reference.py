@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from rollout_pool.kernels.counter_hash import exponential_noise
+from rollout_pool.kernels.race import first_largest, winners
 
-SAMPLE_CHUNK = 1 << 17
+SAMPLE_CHUNK = 1 << 18
 """Logits handled at once on a CPU, so that the passes over them stay in the core's cache."""
 _TOP_P_CANDIDATES = 512
 
@@ -60,7 +60,7 @@ def sample_tokens(
     token to draw, that of the distribution drawn from is not finite.
 
     Order of operations: Hugging Face's (penalty, blocked ids, temperature, top-k, top-p, min-p).
-    The draw is Gumbel-max in its exponential form (see :func:`counter_hash.exponential_noise`), and
+    The draw is Gumbel-max in its exponential form (see :func:`counter_hash.exponential`), and
     never a token of probability zero. Temperature 0 is the argmax.
     """
     total = logits.shape[0]
@@ -97,9 +97,9 @@ def _sample(
         weights = torch.where(kept, weights, 0.0)
         norm = _row_sum(weights)
     if rows.sampled:
-        tokens = weights.div_(exponential_noise(vocab, rows.keys)).argmax(dim=1)
+        tokens = winners(weights, vocab, rows.keys)
     if some_greedy:
-        best = scores.argmax(dim=1)
+        best = first_largest(scores)
         tokens = torch.where(greedy, best, tokens) if rows.sampled else best
     picked = tokens.unsqueeze(1)
     logprobs = original.gather(1, picked).squeeze(1) - plain_top - plain_norm.log()
