@@ -64,7 +64,7 @@ check: $(VENV)/.dev
 	@$(BIN)/mypy
 
 docs: $(VENV)/.dev
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 	@echo "the site is in site/index.html; with its search: $(BIN)/python -m http.server --directory site"
 
 format: $(VENV)/.dev

@@ -26,10 +26,13 @@ FETCHED = re.compile(
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built as `make docs` does: mkdocs.yml makes errors of warnings."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-P", "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
+    command = [sys.executable, "-P", "-m", "mkdocs", "build", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert (
+        "Documentation built" in done.stderr
+    )  # with less than that shown, mkdocs does not count warnings either
     return folder
 
 
