@@ -36,7 +36,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_every_page_is_built_and_fetches_from_itself_alone(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     written = {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")}
@@ -48,7 +47,6 @@ def test_every_page_is_built_and_fetches_from_itself_alone(site: Path) -> None:
         assert not re.search(r"url\([\"']?(?:https?:)?//", style.read_text(encoding="utf-8")), style.name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", [PoolConfig, EngineConfig, SamplingParams], ids=lambda model: model.__name__
 )
@@ -64,7 +62,6 @@ def test_every_key_stands_in_the_reference_with_its_meaning(site: Path, model: t
         assert len(meaning) > 15, f"{name} has no docstring"
 
 
-@pytest.mark.slow
 def test_every_public_name_stands_in_the_api_reference(site: Path) -> None:
     import rollout_pool
 

@@ -23,7 +23,7 @@ def template(node: ast.AST) -> str | None:
     """The text of a string in the source, with a hole for each part that is filled in."""
     match node:
         case ast.Constant(value=str(text)):
-            return text
+            return re.sub("%[sd]", HOLE, text)  # of a log line
         case ast.JoinedStr(values=values):
             return "".join(template(value) or HOLE for value in values)
         case ast.BinOp(left=left, op=ast.Add(), right=right):
