@@ -145,6 +145,22 @@ def test_ranks_serve_every_configuration(changes: dict[str, Any], saved: Any, pr
 
 
 @pytest.mark.slow
+def test_ranks_share_prompts_and_resume_what_they_were_cut_off_in(saved: Any, prompts_of: Any) -> None:
+    """Held groups, prompts that wait for room, moves; every sample is cut off and goes on."""
+    model, folder = saved("gemma3")
+    requests = written(prompts_of(LENGTHS), n=3)
+    shared = {**CONFIG, "prefix": "shared", "max_new_tokens": 24, "prompt_tokens": 40}
+    result = run(2, model=folder, config=shared, requests=requests, abort_after=9)
+    engine = Engine(model, EngineConfig(**CONFIG, prefix="expand"))
+    expected = engine.generate(
+        RolloutRequest(one["prompt"], SamplingParams(**one["sampling"]), request_id=number)
+        for number, one in enumerate(requests)
+    )
+    assert_equal(result["rounds"][0], expected)
+    assert result["kv"][0][2] == 24
+
+
+@pytest.mark.slow
 def test_strict_ranks_repeat_themselves_bit_for_bit_in_any_order(saved: Any, prompts_of: Any) -> None:
     _, folder = saved("qwen3")
     requests = written(prompts_of(LENGTHS), n=2)

@@ -92,6 +92,26 @@ def test_replayed_steps_give_the_tokens_of_eager_ones(
     assert stats.rows_moved > 0
 
 
+def test_steps_in_which_prompts_are_shared_are_not_replayed(
+    llama: Any, prompts_of: Any, poison: Any, taped: Any
+) -> None:
+    """Rows that share their prompt and, before and after, rows that do not."""
+    config = EngineConfig(num_slots=4, max_length=64, max_new_tokens=24)
+    short, long = prompts_of([5, 30])
+    requests = [
+        RolloutRequest(prompt, SamplingParams(n=n, max_new_tokens=new, seed=3, ignore_eos=True))
+        for prompt, n, new in ((short, 1, 19), (long, 2, 8), (short, 3, 12))
+    ]
+    strict = config.model_copy(update={"deterministic": "strict"})  # shares where it must
+    expected = poison(Engine(llama, strict)).generate(requests)
+    engine = poison(taped(llama, strict))
+    assert tokens(engine.generate(requests)) == tokens(expected)
+    graphs, stats = engine.batch.worker.graphs, engine.stats()
+    assert stats.shared_groups == 1
+    assert 0 < graphs.num_replays < stats.decode_steps
+    assert not graphs.is_eager
+
+
 def test_every_batch_size_is_recorded_before_the_first_prompt_and_none_later(
     llama: Any, prompts_of: Any, taped: Any
 ) -> None:
