@@ -7,6 +7,8 @@ PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
 CHAOS_ARGS ?=
+RESULTS ?= benchmarks/results
+DEEPSPEED_PEER := deepspeed==0.19.8 transformers==4.57.6 numpy==2.4.6
 LOWEST := transformers==5.17.0 ray==2.50.0 pydantic==2.10.0 pandas==2.3.3
 
 BIN := $(VENV)/bin
@@ -21,7 +23,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help demo docs report-pictures test test-fast test-lowest check format bench bench-layouts gpu-check chaos endurance venv clean
+.PHONY: help demo docs report-pictures test test-fast test-lowest check format bench bench-quick bench-full bench-tables breakdown bench-layouts gpu-check chaos endurance venv clean
 .DELETE_ON_ERROR:
 
 help:
@@ -33,7 +35,10 @@ help:
 	@echo "make check        ruff, ruff format, mypy --strict"
 	@echo "make format       let ruff fix and format the code"
 	@echo "make docs         the documentation site, into site/"
-	@echo "make bench        speed side by side with other ways to roll out (minutes)"
+	@echo "make bench        speed side by side with other ways to roll out (half an hour)"
+	@echo "make bench-quick  the same in minutes, beside generate alone (docs/performance.md)"
+	@echo "make bench-full   the same with every peer, DeepSpeed's in .venv-deepspeed (hours)"
+	@echo "make breakdown    where the time of a decode step goes, with a trace for Perfetto (minutes)"
 	@echo "make bench-layouts  both layouts of the KV cache on the same work (minutes)"
 	@echo "make gpu-check    what only a GPU can show: exactness and speed, under 8 minutes (docs/gpu.md)"
 	@echo "make chaos        hundreds of simulated failures, then tens of real ones on each of 20 seeds (half an hour)"
@@ -73,7 +78,28 @@ format: $(VENV)/.dev
 
 bench: $(VENV)/.dev
 	@$(BIN)/rollout-pool fetch-demo-model
-	@$(BIN)/python benchmarks/peers.py $(BENCH_ARGS)
+	@mkdir -p $(RESULTS)
+	@$(BIN)/python benchmarks/bench.py main --json $(RESULTS)/main.json $(BENCH_ARGS)
+
+bench-quick: $(VENV)/.dev
+	@$(BIN)/rollout-pool fetch-demo-model
+	@mkdir -p $(RESULTS)
+	@$(BIN)/python benchmarks/bench.py quick --json $(RESULTS)/quick.json $(BENCH_ARGS)
+
+bench-full: $(VENV)/.dev .venv-deepspeed/.ready
+	@$(BIN)/rollout-pool fetch-demo-model
+	@mkdir -p $(RESULTS)
+	@$(BIN)/python benchmarks/bench.py full --json $(RESULTS)/full.json $(BENCH_ARGS)
+
+breakdown: $(VENV)/.dev
+	@$(BIN)/rollout-pool fetch-demo-model
+	@mkdir -p $(RESULTS)
+	@$(BIN)/python benchmarks/breakdown.py --json $(RESULTS)/breakdown.json --trace $(RESULTS)/steps.json $(BENCH_ARGS)
+
+# What was measured, into the tables of docs/performance.md.
+bench-tables: $(VENV)/.dev
+	@$(BIN)/python benchmarks/render.py docs/performance.md $(foreach name,main full quick breakdown,\
+	  $(addprefix $(name)=,$(wildcard $(RESULTS)/$(name).json)))
 
 bench-layouts: $(VENV)/.dev
 	@$(BIN)/rollout-pool fetch-demo-model
@@ -115,6 +141,14 @@ $(VENV)-lowest/.dev: $(INPUTS) Makefile
 	  -e '.[test]' $(LOWEST) $$(grep '^torch==' constraints.txt)
 	@touch $@
 
+# DeepSpeed's rollouts need an older transformers than rollout-pool.
+.venv-deepspeed/.ready: Makefile
+	@echo "installing DeepSpeed's peers into .venv-deepspeed: $(DEEPSPEED_PEER)"
+	@$(PYTHON) -m venv .venv-deepspeed
+	@.venv-deepspeed/bin/python -m pip --disable-pip-version-check install -qq \
+	  $(DEEPSPEED_PEER) $$(grep '^torch==' constraints.txt)
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-lowest build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-lowest .venv-deepspeed build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -14,24 +14,33 @@ class Contender:
     """``script --worker name ...`` in a process of its own; it runs a round when told to.
 
     It answers in lines of JSON whose first key is ``mark``: one when it is ready, one after each round.
-    What else it prints is passed over, and what it prints as errors too when ``is_quiet``.
+    What else it prints is passed over, and what it prints as errors too when ``is_quiet``. ``python`` is the
+    interpreter of another environment.
     """
 
     def __init__(
-        self, label: str, script: str, options: Sequence[str], threads: int, mark: str, is_quiet: bool = False
+        self,
+        label: str,
+        script: str,
+        options: Sequence[str],
+        threads: int,
+        mark: str,
+        is_quiet: bool = False,
+        python: str = sys.executable,
     ) -> None:
         self.label = label
         self._start = f'{{"{mark}"'
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+        environment = {**os.environ, **counts, "OMP_WAIT_POLICY": "PASSIVE"}
         self._process = subprocess.Popen(
-            [sys.executable, script, *options, "--threads", str(threads)],
+            [python, script, *options, "--threads", str(threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if is_quiet else None,
             text=True,
             env=environment,
         )
-        self._answer()
+        self.first_answer = self._answer()
 
     def round(self) -> dict[str, Any]:
         """Run one round; what it took and made."""
