@@ -17,29 +17,27 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from rollout_pool.config import EngineConfig, PoolConfig
-from rollout_pool.run_config import RunConfig
 from rollout_pool.types import SamplingParams
 
 MODELS: dict[str, type[BaseModel]] = {
-    model.__name__: model for model in (PoolConfig, EngineConfig, SamplingParams, RunConfig)
+    model.__name__: model for model in (PoolConfig, EngineConfig, SamplingParams)
 }
-MARK = re.compile(r"<!-- keys: (\w+)(?: of (\w+))? -->")
+MARK = re.compile(r"<!-- keys: (\w+) -->")
 NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null"}
 BOUNDS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
 
 
 def fill_in(markdown: str) -> str:
-    """``markdown`` with a table in place of every mark; ``keys: RunConfig of sampling`` is that one key."""
-    return MARK.sub(lambda mark: table(MODELS[mark[1]], only=mark[2]), markdown)
+    """``markdown`` with a table in place of every mark."""
+    return MARK.sub(lambda mark: table(MODELS[mark[1]]), markdown)
 
 
-def table(model: type[BaseModel], only: str | None = None) -> str:
+def table(model: type[BaseModel]) -> str:
     """One row per key, in the order of the model."""
     rows = ["| key | type | default | |", "| --- | --- | --- | --- |"]
     for name, field in model.model_fields.items():
-        if only in (None, name):
-            meaning = meaning_of(model, name)
-            rows.append(f"| `{name}` | {type_of(field)} | {default_of(field)} | {cell(meaning)} |")
+        meaning = cell(meaning_of(model, name))
+        rows.append(f"| `{name}` | {type_of(field)} | {default_of(field)} | {meaning} |")
     return "\n".join(rows)
 
 
