@@ -42,14 +42,21 @@ class BorrowedModel:
     def commit(self, version: int) -> None:
         """The trainer writes its weights itself: there is nothing to do."""
 
-    def refuse_transposed(self) -> None:
+    def refuse_layout(self, layout: str) -> None:
         """Raise :class:`ConfigError` when weights laid out anew would no longer be those of the trainer.
 
-        ZeRO-1 and 2 keep them as views of one flat buffer, ZeRO-3 in parts.
+        ZeRO-1 and 2 keep them as views of one flat buffer, ZeRO-3 in parts. Packed copies would be of the
+        weights before the trainer's next step.
         """
-        if self._is_partitioned or any(
+        if layout == "packed":
+            raise ConfigError(
+                "engine.linear_layout 'packed' would copy weights that their trainer changes; leave it at "
+                "'auto'"
+            )
+        is_in_pieces = self._is_partitioned or any(
             parameter.untyped_storage().nbytes() > parameter.nbytes for parameter in self.model.parameters()
-        ):
+        )
+        if layout == "transposed" and is_in_pieces:
             raise ConfigError(
                 "engine.linear_layout 'transposed' would take the weights out of their trainer's buffers; "
                 "leave it at 'auto'"

@@ -121,19 +121,3 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: Any | None) -> tuple[int, .
         value = getattr(source, "eos_token_id", None) if source is not None else None
         found.update([value] if isinstance(value, int) else value or [])
     return tuple(sorted(found))
-
-
-def transpose_linear_weights(model: PreTrainedModel) -> int:
-    """Store linear weights column by column; values, shapes and names stay. Returns how many.
-
-    On CPUs a product with few rows is up to twice as fast when the weight is stored in the order in
-    which it is read. Embeddings, and heads tied to them, are read by row and stay.
-    """
-    outputs = model.get_output_embeddings()
-    count = 0
-    with torch.no_grad():
-        for module in model.modules():
-            if type(module) is torch.nn.Linear and module is not outputs and module.weight.dim() == 2:
-                module.weight.data = module.weight.data.t().contiguous().t()
-                count += 1
-    return count

@@ -21,7 +21,7 @@ ROWS_PER_PROMPT = 8
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one engine: the model's weights (loaded already) and the KV of all slots."""
+    """Bytes of one engine: the model's weights (loaded, and packed copies) and the KV of all slots."""
 
     weight_bytes: int
     bytes_per_token: int

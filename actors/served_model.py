@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import Cache, PreTrainedModel
@@ -11,12 +11,18 @@ from transformers import Cache, PreTrainedModel
 from rollout_pool.actors import support
 from rollout_pool.actors.borrowed_model import BorrowedModel, borrow
 from rollout_pool.actors.kv_cache import cache_bytes
+from rollout_pool.actors.linear_layout import (
+    LinearLayout,
+    PackedLinears,
+    fastest_layout,
+    is_packable,
+    transpose_linear_weights,
+)
 from rollout_pool.actors.loading import (
     eos_token_ids,
     load_config,
     load_model,
     load_tokenizer,
-    transpose_linear_weights,
 )
 from rollout_pool.actors.memory import MemoryPlan, plan_memory
 from rollout_pool.actors.model_runner import ModelRunner
@@ -41,6 +47,8 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     borrowed: BorrowedModel | None
     """Set when a trainer's model is served."""
+    packed: PackedLinears | None = None
+    """Copies of linear weights, to be made again when these change."""
 
 
 def serve(
@@ -79,13 +87,39 @@ def serve(
     is_whole = group is None
     vocab_size = None if is_whole else model.config.get_text_config(decoder=True).vocab_size
     runner = ModelRunner(model, vocab_size, config.zero3_gather)
-    wants_transposed = config.linear_layout == "transposed" or (
-        config.linear_layout == "auto" and borrowed is None
-    )
-    if wants_transposed and runner.device.type == "cpu":
+    layout = _linear_layout(runner, config, is_own=borrowed is None, is_whole=is_whole)
+    if layout != "native":
         transpose_linear_weights(model)
+    packed = PackedLinears(model) if layout == "packed" else None
+    if packed is not None:
+        packed.make_ready(config.num_slots)  # before memory is planned and the model tried
     example, plan = _try_out(runner, config)
-    return ServedModel(model, tokenizer, runner, example, plan, eos_token_ids(model, tokenizer), borrowed)
+    if packed is not None:
+        plan = replace(plan, weight_bytes=plan.weight_bytes + packed.nbytes)
+    return ServedModel(
+        model, tokenizer, runner, example, plan, eos_token_ids(model, tokenizer), borrowed, packed
+    )
+
+
+def _linear_layout(
+    runner: ModelRunner, config: EngineConfig, *, is_own: bool, is_whole: bool
+) -> LinearLayout:
+    """How linear weights are to lie. is_own: the engine loaded them. is_whole: not a shard of them."""
+    asked = config.linear_layout
+    if runner.device.type != "cpu":
+        return "native"
+    if asked == "packed" and not (is_whole and is_packable(runner.model)):
+        what = (
+            f"weights in {runner.model.dtype}, by this build of PyTorch," if is_whole else "parts of weights"
+        )
+        raise ConfigError(f"engine.linear_layout 'packed': {what} cannot be packed; leave it at 'auto'")
+    if asked != "auto":
+        return asked
+    if not is_own:
+        return "native"
+    if not is_whole or config.deterministic == "strict":  # every process has to come to the same
+        return "transposed"
+    return fastest_layout(runner.model, config.num_slots)
 
 
 def _try_out(runner: ModelRunner, config: EngineConfig) -> tuple[Cache, MemoryPlan]:
@@ -126,8 +160,7 @@ def _lent(
         raise ConfigError("dtype and device are for loading; a model that is loaded already keeps its own")
     if group is not None:
         raise ConfigError("a tensor-parallel engine loads its model itself: pass a folder or a name")
-    if config.linear_layout == "transposed":
-        borrowed.refuse_transposed()
+    borrowed.refuse_layout(config.linear_layout)
     return borrowed.model
 
 

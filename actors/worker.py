@@ -60,6 +60,9 @@ class Worker:
         self.weights: StagedWeights | None = None
         """What new weights are staged in, when this worker takes any."""
         self._borrowed = served.borrowed
+        self._packed = served.packed
+        if self._packed is not None:
+            self._packed.make_ready(config.num_slots)
         self._stored: StoredWeights | None = None
         self.graphs: GraphedStep | None = None
         """Recordings of decode steps; see :meth:`record_steps`."""
@@ -119,6 +122,8 @@ class Worker:
         weights = self.weights or self._borrowed
         assert weights is not None
         weights.commit(version)
+        if self._packed is not None:
+            self._packed.pack()
         self.recent.clear()
 
     def drop(self, group: int) -> None:
@@ -176,6 +181,8 @@ class Worker:
             self._stored = StoredWeights(self.runner.model)  # first: it fails when the disk is full
         if self.graphs is not None:
             self.graphs.invalidate()
+        if self._packed is not None:
+            self._packed.release()
         self.cache.release()
         self.prefixes.clear()
         self.recent.clear()
@@ -185,6 +192,8 @@ class Worker:
         if self._stored is not None:
             self._stored.restore()
             self._stored = None
+        if self._packed is not None:
+            self._packed.pack()
         self.cache.restore()
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from rollout_pool.actors.kv_cache import SlotCache
-from rollout_pool.actors.loading import transpose_linear_weights
+from rollout_pool.actors.linear_layout import transpose_linear_weights
 from rollout_pool.actors.model_runner import ModelRunner
 from rollout_pool.demo_model import default_folder
 

@@ -149,7 +149,8 @@ def shards(rank: int, size: int, address: str, store: Any, models: list[str], ba
 
 
 def _run_shard(name: str, group: RankGroup, backend: Any) -> dict[str, Any]:
-    from rollout_pool.actors.loading import load_model, transpose_linear_weights
+    from rollout_pool.actors.linear_layout import transpose_linear_weights
+    from rollout_pool.actors.loading import load_model
     from rollout_pool.actors.sharding import load_shard
 
     shard = load_shard(name, group, dtype="float32", backend=backend, trust_remote_code=False)

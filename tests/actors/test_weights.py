@@ -11,7 +11,7 @@ import torch
 from transformers import GPT2Config, LlamaConfig
 
 from rollout_pool import WeightSyncError
-from rollout_pool.actors.loading import transpose_linear_weights
+from rollout_pool.actors.linear_layout import transpose_linear_weights
 from rollout_pool.actors.weight_places import SplitShard
 from rollout_pool.actors.weight_records import Bucket, Manifest
 from rollout_pool.actors.weights import ModelWeights
