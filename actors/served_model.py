@@ -81,6 +81,8 @@ def serve(
         model = _load(model, dtype, device, trust_remote_code, group, backend)
     else:
         assert borrowed is not None
+        if isinstance(tokenizer, str):
+            tokenizer = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code, required=True)
         model = _lent(borrowed, config, dtype, device, group)
     is_aligned = config.layout == "aligned"
     support.refuse_by_configuration(model, config.max_length, is_aligned)

@@ -54,6 +54,13 @@ def borrowed(request: Any, build: Any, small_config: Any) -> Any:
     return build(getattr(transformers, class_name)(**small_config(**changes)))
 
 
+def test_the_tokenizer_of_a_borrowed_model_may_be_named_by_its_folder(tiny_model_dir: str) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    (group,) = Engine(model, CONFIG, tokenizer=tiny_model_dir).generate(["the cat"], SAMPLING)
+    assert group.error is None
+    assert all(sample.text for sample in group.samples)
+
+
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluating"])
 def test_a_borrowed_model_comes_back_as_it_was(training: bool, borrowed: Any, prompts_of: Any) -> None:
     borrowed.train(training)
