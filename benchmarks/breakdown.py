@@ -26,8 +26,8 @@ import torch
 from speed import our_peers
 from speed.limits import copy_rate, product_limits, shapes_of
 from speed.machine import machine
-from speed.spans import PARTS, PROMPT, linears, watch
-from speed.steps import step_tables
+from speed.spans import PROMPT, linears, watch
+from speed.steps import PARTS, step_tables
 from speed.work import Work
 from speed.workloads import make_work
 

@@ -7,7 +7,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from threading import Timer
 from typing import Any
+
+LIMIT_S = 900.0
+"""A process that gives no answer for so long hangs, and is ended."""
 
 
 class Contender:
@@ -56,8 +60,13 @@ class Contender:
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(self._start):
-                answer: dict[str, Any] = json.loads(line)
-                return answer
+        limit = Timer(LIMIT_S, self._process.kill)
+        limit.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith(self._start):
+                    answer: dict[str, Any] = json.loads(line)
+                    return answer
+        finally:
+            limit.cancel()
         raise SystemExit(f"{self.label} ended without an answer, exit code {self._process.wait()}")

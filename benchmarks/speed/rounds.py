@@ -33,9 +33,13 @@ class Runner:
             return
         begin = time.perf_counter()
         options = [name, "--work", str(file), "--rows", str(rows)]
-        self._process = Contender(
-            self.label, SCRIPT, options, work.threads, mark="peer", is_quiet=True, python=python
-        )
+        try:
+            self._process = Contender(
+                self.label, SCRIPT, options, work.threads, mark="peer", is_quiet=True, python=python
+            )
+        except SystemExit as end:
+            self._look({"unavailable": str(end)})
+            return
         self.cold_start_s = time.perf_counter() - begin
         self._look(self._process.first_answer)
 
@@ -57,7 +61,10 @@ class Runner:
         """One round. Raises SystemExit when it made another number of samples, or of tokens, than asked."""
         if self._process is None:
             return
-        answer = self._process.round()
+        try:
+            answer = self._process.round()
+        except (SystemExit, BrokenPipeError) as end:
+            answer = {"unavailable": str(end)}
         self._look(answer)
         if self.unavailable is not None:
             return
@@ -82,6 +89,8 @@ class Runner:
             self.unavailable = answer["unavailable"]
             print(f"  {self.work.name}: {self.label}: {self.unavailable}", file=sys.stderr)
             self.close()
+            if self.name == OURS:
+                raise SystemExit(f"{self.label}: {self.unavailable}")
 
 
 def run_work(work: Work, names: Sequence[str], num_rounds: int, patience: float) -> dict[str, Any]:

@@ -17,17 +17,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rollout_pool.actors.attention import NAME
 
-PARTS = (
-    "matrix products",
-    "attention",
-    "KV written",
-    "other in the forward",
-    "sampling",
-    "cache moves",
-    "results to the host",
-    "scheduling",
-)
-"""Of a decode step; prompts are counted apart."""
 PROMPT = "prompts"
 STEP = "scheduling"
 """What a step does besides all that has a span of its own."""

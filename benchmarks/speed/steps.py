@@ -5,7 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from speed.machine import machine_line
-from speed.spans import PARTS
+
+PARTS = (
+    "matrix products",
+    "attention",
+    "KV written",
+    "other in the forward",
+    "sampling",
+    "cache moves",
+    "results to the host",
+    "scheduling",
+)
+"""Of a decode step; prompts are counted apart."""
 
 
 def step_tables(results: dict[str, Any]) -> str:
