@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rollout_pool.length_estimates import LengthEstimates
 from rollout_pool.requests import failed_group
 from rollout_pool.routing import CallKey, GroupWork
 from rollout_pool.types import CANCELLED, ResolvedRequest, RolloutGroup
@@ -60,6 +61,7 @@ class Ledger:
     def __init__(self, max_replays: int) -> None:
         self._max_replays = max_replays
         self._tickets = itertools.count()
+        self._lengths = LengthEstimates()
         self.open_jobs: dict[int, Job] = {}
         self.submitted = self.returned = self.failed = self.cancelled = 0
         self.replayed = self.restarted = self.dropped = 0
@@ -72,7 +74,8 @@ class Ledger:
     def open(self, request: ResolvedRequest, key: CallKey, on_finished: Callable[[Job], None]) -> Job:
         """Take a group in."""
         sampling = request.sampling
-        work = GroupWork(next(self._tickets), sampling.n, sampling.max_new_tokens, key)
+        expected = self._lengths.expected(request)
+        work = GroupWork(next(self._tickets), sampling.n, sampling.max_new_tokens, key, expected)
         job = Job(work, request, on_finished)
         self.open_jobs[job.ticket] = job
         self.submitted += 1
@@ -99,6 +102,7 @@ class Ledger:
         if attempt != job.attempt or not self.is_unfinished(job):
             self.dropped += 1
             return False
+        self._lengths.learn(job.request, group)
         self._hold(job, group)
         return True
 

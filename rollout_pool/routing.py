@@ -33,11 +33,13 @@ class GroupWork:
     num_samples: int
     max_new_tokens: int
     key: CallKey = CallKey()
+    expected_new_tokens: int | None = None
+    """Of one sample; None: all that it may have."""
 
     @property
     def tokens(self) -> int:
-        """The most tokens that this group may still ask for."""
-        return self.num_samples * self.max_new_tokens
+        """New tokens that this group is expected to take."""
+        return self.num_samples * (self.expected_new_tokens or self.max_new_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class ActorLoad:
 
     @property
     def remaining_tokens(self) -> int:
-        """The most tokens still to come; a group's finished samples no longer count."""
+        """Tokens expected to come; a group's finished samples no longer count."""
         of_open_groups = self.submitted_samples - self.completed_samples
         budget = self.submitted_tokens - self.completed_tokens
         return budget * self.outstanding_samples // of_open_groups if of_open_groups else 0
