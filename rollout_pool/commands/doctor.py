@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollout_pool.errors import OutputFileError
+from rollout_pool.commands.json_file import require_folder, write_json
 
 if TYPE_CHECKING:
     from rollout_pool.doctor.check import Check
@@ -36,13 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     # What is not in the hub's cache is said to be missing; set before anything imports the hub's library.
     os.environ["HF_HUB_OFFLINE"] = "1"
-    _require_writable(args.json)
+    require_folder(args.json)
     checks = list(_shown(args))
-    from rollout_pool.doctor.report import summary
+    from rollout_pool.doctor.report import as_json, summary
 
     print(f"\n{summary([check for _, check in checks])}")
-    if args.json is not None:
-        _write(args.json, checks)
+    write_json(args.json, as_json(checks))
     return 1 if any(check.status == "failed" for _, check in checks) else 0
 
 
@@ -65,20 +64,3 @@ def _shown(args: argparse.Namespace) -> Iterator[tuple[str, Check]]:
         for line in lines(check, is_terminal=sys.stdout.isatty()):
             print(line, flush=True)
         yield subject, check
-
-
-def _require_writable(path: Path | None) -> None:
-    """Found before the work, not after it."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise OutputFileError(f"cannot write {path}: there is no such folder")
-
-
-def _write(path: Path, checks: list[tuple[str, Check]]) -> None:
-    import json
-
-    from rollout_pool.doctor.report import as_json
-
-    try:
-        path.write_text(json.dumps(as_json(checks), indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise OutputFileError(f"cannot write {path}: {error.strerror}") from None

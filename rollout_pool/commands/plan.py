@@ -9,11 +9,11 @@ in what was given.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollout_pool.errors import ConfigError, OutputFileError
+from rollout_pool.commands.json_file import require_folder, write_json
+from rollout_pool.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollout_pool.planning.machine import Machine
@@ -41,17 +41,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from rollout_pool.planning.pool_plan import local_folder, make_plan
+    from rollout_pool.planning.tables import as_json
     from rollout_pool.preflight import check_paths
     from rollout_pool.run_config import RunConfig
 
+    require_folder(args.json)
     config = RunConfig.load(args.config, {} if args.model is None else {"model": args.model})
     check_paths(config)
     local_folder(config.model)
     machine = _machine(args, config)
     _quieten()
     plan = make_plan(config, machine)
-    if args.json is not None:
-        _write(args.json, plan)
+    write_json(args.json, as_json(plan))
     show(plan)
     return 1 if plan.problem else 0
 
@@ -92,15 +93,3 @@ def _quieten() -> None:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-
-
-def _write(path: Path, plan: PoolPlan) -> None:
-    import json
-
-    from rollout_pool.planning.tables import as_json
-
-    try:
-        path.write_text(json.dumps(as_json(plan), indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise OutputFileError(f"cannot write {path}: {error.strerror}") from None
-    print(f"figures are in {path}", file=sys.stderr)

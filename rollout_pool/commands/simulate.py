@@ -11,7 +11,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from rollout_pool.errors import ConfigError, OutputFileError
+from rollout_pool.commands.json_file import require_folder, write_json
+from rollout_pool.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,8 +44,7 @@ def run(args: argparse.Namespace) -> int:
     for name in ("groups_per_actor", "samples", "prompt_tokens", "max_new_tokens", "median"):
         if getattr(args, name) <= 0:
             raise ConfigError(f"--{name.replace('_', '-')}: must be above 0, got {getattr(args, name):g}")
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        raise OutputFileError(f"{args.json}: its folder does not exist")
+    require_folder(args.json)
 
     from rollout_pool.simulation.latency import PRESETS
     from rollout_pool.simulation.policies import POLICIES, Work
@@ -79,8 +79,7 @@ def run(args: argparse.Namespace) -> int:
             rows.append(run_policy(name, work, PRESETS[args.engine], count, args.pools))
     for line in table(rows):
         print(line)
-    if args.json is not None:
-        args.json.write_text(as_json(rows, PRESETS[args.engine], lengths, args.seed), encoding="utf-8")
+    write_json(args.json, as_json(rows, PRESETS[args.engine], lengths, args.seed))
     return 0
 
 

@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollout_pool.errors import ConfigError, OutputFileError
+from rollout_pool.commands.json_file import require_folder, write_json
+from rollout_pool.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollout_pool.config import Dtype
@@ -64,8 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, after_load: AfterLoad | None = None) -> int:
     """``after_load(model, rank)`` is called on every rank before it is checked."""
     report = validate(args, after_load)
-    if args.json is not None:
-        _write(args.json, report)
+    write_json(args.json, report.as_json())
     show(report)
     return 0 if report.passed else 1
 
@@ -79,7 +79,7 @@ def validate(args: argparse.Namespace, after_load: AfterLoad | None = None) -> R
     sizes = parse_sizes(args.tp) if args.tp is not None else [max(2, config.tensor_parallel_size)]
     timeout_s = args.timeout if args.timeout is not None else config.start_timeout_s
     _require_positive(args, timeout_s)
-    _require_folder(args.json)
+    require_folder(args.json)
     from rollout_pool.commands.cluster import ray_cluster
     from rollout_pool.commands.validation_plan import make_plan, working_dtype
     from rollout_pool.tp_validation.job import validate as validate_sizes
@@ -141,23 +141,6 @@ def _require_positive(args: argparse.Namespace, timeout_s: float) -> None:
     for option, value in {**counts, "--timeout": timeout_s}.items():
         if not value > 0:
             raise ConfigError(f"{option}: expected a number above 0, got {value}")
-
-
-def _require_folder(path: Path | None) -> None:
-    """Found before the work, not after it."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise OutputFileError(
-            f"cannot write {path}: there is no such folder; make it, or name another --json"
-        )
-
-
-def _write(path: Path, report: Report) -> None:
-    import json
-
-    try:
-        path.write_text(json.dumps(report.as_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise OutputFileError(f"cannot write {path}: {error.strerror}") from None
 
 
 def _say(line: str) -> None:

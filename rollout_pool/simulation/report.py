@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from rollout_pool.simulation.latency import Latency
 from rollout_pool.simulation.study import Row
@@ -35,12 +35,11 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
         yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
 
 
-def as_json(rows: Sequence[Row], latency: Latency, lengths: Lengths, seed: int) -> str:
+def as_json(rows: Sequence[Row], latency: Latency, lengths: Lengths, seed: int) -> dict[str, Any]:
     """All figures, with what they were made from."""
-    content = {
+    return {
         "seed": seed,
         "latency": dataclasses.asdict(latency),
         "lengths": dataclasses.asdict(lengths),
         "rows": [dataclasses.asdict(row) for row in rows],
     }
-    return json.dumps(content, indent=1) + "\n"

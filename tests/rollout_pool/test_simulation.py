@@ -201,7 +201,7 @@ def test_the_command_prints_a_table_and_keeps_the_figures(
         (["--engine", "tpu"], "--engine: must be one of cpu, gpu, got 'tpu'"),
         (["--median", "0"], "--median: must be above 0, got 0"),
         (["--max-new-tokens", "100000"], "--max-new-tokens: at most 65536, got 100000"),
-        (["--json", "/nowhere/figures.json"], "/nowhere/figures.json: its folder does not exist"),
+        (["--json", "/nowhere/figures.json"], "cannot write /nowhere/figures.json: there is no such folder"),
     ],
 )
 def test_a_wrong_argument_is_one_line(
