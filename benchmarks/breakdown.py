@@ -121,11 +121,17 @@ def main() -> None:
         works.append(replace(work, max_rows=rows))
         trace = arguments.trace if rows == arguments.rows[0] else None
         results["steps"].append(measure(works[-1], rows, copy, trace))
+    keep(results, arguments.json)  # a pool takes a while to start
     if not arguments.no_pool:
         ray_part(works, results["steps"])
+        keep(results, arguments.json)
     print(step_tables(results))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def keep(results: dict[str, Any], path: Path | None) -> None:
+    """Write what there is so far."""
+    if path is not None:
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
