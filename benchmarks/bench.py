@@ -56,7 +56,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             peers = arguments.peers or peers_of(name, arguments.size)
             rounds = arguments.rounds or ROUNDS[arguments.size]
             peers = list(dict.fromkeys([OURS, *peers]))
-            results["workloads"][name] = run_work(work, peers, rounds, arguments.patience)
+            found = run_work(work, peers, rounds, arguments.patience)
+            results["workloads"][name] = {**found, "load": round(os.getloadavg()[2], 1)}
             print(ratio_table({**results, "workloads": {name: results["workloads"][name]}}), flush=True)
             if path is not None:
                 path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

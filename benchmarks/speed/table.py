@@ -20,17 +20,20 @@ def tables(results: Results) -> str:
 
 def ratio_table(results: Results) -> str:
     """Ours over each peer: the median of the rounds, the lowest and the highest."""
-    lines = ["| workload | ours against | ratio | rounds |", "| --- | --- | --- | --- |"]
+    lines = ["| workload | ours against | ratio | rounds | load |", "| --- | --- | --- | --- | --- |"]
     for name, found in results["workloads"].items():
+        load = found.get("load", "")  # of a quarter of an hour: the peers' own threads are in it
         for peer in found["peers"]:
             if peer == OURS:
                 continue
             title = f"| {RECIPES[name].title} | {PEERS[peer].title} |"
             ratios = found["ratios"].get(peer)
             if ratios is None:
-                lines.append(f"{title} does not run: {_cell(found['peers'][peer]['unavailable'])} | |")
+                lines.append(
+                    f"{title} does not run: {_cell(found['peers'][peer]['unavailable'])} | | {load} |"
+                )
             else:
-                lines.append(f"{title} **{median(ratios):.2f}x** | {spread(ratios, 2)} |")
+                lines.append(f"{title} **{median(ratios):.2f}x** | {spread(ratios, 2)} | {load} |")
     return "\n".join(lines)
 
 
