@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 LEAST_ROWS = 4
-LEAST_SAVED = 512
+LEAST_SAVED = 1024
 """Cells that sharing must spare a step to be worth its own work: see :func:`pays`."""
 
 
