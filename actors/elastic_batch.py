@@ -19,6 +19,8 @@ from rollout_pool.errors import one_line
 
 logger = logging.getLogger(__name__)
 
+STRICT_TRIES = 3
+"""Steps in a row in which a strict batch may find no memory: the next prompt may fail once more, and its step."""
 _ON_CPU = "DefaultCPUAllocator: can't allocate memory"
 """How torch words it where it has no class for it."""
 
@@ -78,14 +80,14 @@ class ElasticBatch:
     def _go_on_smaller(self, reason: str) -> None:
         """Replace the batch; its groups go on, or fail when no smaller one is possible.
 
-        Strict batches keep their size, since the bits of a result depend on it: they try once more, as the
-        memory may have been in pieces.
+        Strict batches keep their size, since the bits of a result depend on it: they try again, as the memory
+        may have been in pieces.
         """
         before, config = self.batch, self.batch.config
         self._in_a_row += 1
         seated, waiting = before.evict()
         free_memory(before.worker.runner.device)
-        is_last = self._in_a_row > 1 if self._is_strict else config.num_slots == 1
+        is_last = self._in_a_row >= STRICT_TRIES if self._is_strict else config.num_slots == 1
         # When one slot was too many for some group, the next may do with all of them.
         num_slots = config.num_slots if self._is_strict else config.num_slots // 2 or self._config.num_slots
         logger.warning(
