@@ -20,7 +20,8 @@ from rollout_pool.errors import one_line
 logger = logging.getLogger(__name__)
 
 STRICT_TRIES = 3
-"""Steps in a row in which a strict batch may find no memory: the next prompt may fail once more, and its step."""
+"""Steps in a row without memory after which a strict batch gives its groups up."""
+
 _ON_CPU = "DefaultCPUAllocator: can't allocate memory"
 """How torch words it where it has no class for it."""
 
