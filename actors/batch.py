@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from time import monotonic
+from time import monotonic, time
 
 from rollout_pool.actors import assembly
 from rollout_pool.actors.filling import Filler
@@ -18,6 +18,9 @@ from rollout_pool.actors.stopping import StopWatch
 from rollout_pool.actors.versions import VersionLog
 from rollout_pool.config import EngineConfig
 from rollout_pool.types import EngineStats, SamplingParams, TokenIds
+
+ADMITTED_TOGETHER = 16
+"""Groups whose prompts may be computed together, and so are held together until they are in their slots."""
 
 OnSample = Callable[[Seat, Generated, bool], None]
 
@@ -179,13 +182,20 @@ class Batch:
             self.seating.deliver_ready()
 
     def _admit_all(self) -> bool:
-        is_any = False
-        while (admission := self.scheduler.admit()) is not None:
-            running = self._groups[admission.group.group_id]
-            running.started = running.started or monotonic()
-            self._filler.admit(running, admission)
-            is_any = True
-        return is_any
+        admissions = list(iter(self.scheduler.admit, None))
+        for first in range(0, len(admissions), ADMITTED_TOGETHER):
+            part = [
+                (self._groups[one.group.group_id], one)
+                for one in admissions[first : first + ADMITTED_TOGETHER]
+            ]
+            now, begin = monotonic(), time()
+            for running, _ in part:
+                running.started = running.started or now
+            self._filler.compute_ahead([running for running, _ in part])
+            for running, admission in part:
+                self._filler.admit(running, admission, begin)
+                begin = time()
+        return bool(admissions)
 
     # Weights
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from time import time
 
 import numpy as np
 
@@ -41,9 +40,19 @@ class Filler:
     tokens_reused: int = 0
     num_shared: int = 0
 
-    def admit(self, running: Running, admission: Admission) -> None:
-        """Prefill a group if it is new, expand its KV into the slots, draw their first tokens."""
-        slots, start = admission.slots, time()
+    def compute_ahead(self, groups: Sequence[Running]) -> None:
+        """Groups that are about to be admitted: see :meth:`Worker.compute_ahead`."""
+        if self.shares:
+            new = [running.prompt for running in groups if not (running.is_held or running.past)]
+            if len(new) > 1:
+                self.worker.compute_ahead(new)
+
+    def admit(self, running: Running, admission: Admission, start: float) -> None:
+        """Prefill a group if it is new, expand its KV into the slots, draw their first tokens.
+
+        start: when work on it began, in seconds of the clock.
+        """
+        slots = admission.slots
         numbers = running.order[admission.first : admission.first + len(slots)]
         seats = [self._seat(running, number, slot) for slot, number in zip(slots, numbers, strict=True)]
         keys = [ops.sample_key(*seat.draw_key) for seat in seats]

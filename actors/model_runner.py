@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,10 +12,11 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from rollout_pool.actors.attention import AttentionSwitch
 from rollout_pool.actors.kv_cache import SlotCache
-from rollout_pool.actors.prefix import Prefix
+from rollout_pool.actors.prefix import Prefix, row_of
 from rollout_pool.actors.shared_prefixes import SharedStep
 from rollout_pool.actors.zero3 import Gather, Partitioned, full_shape, is_partitioned
 from rollout_pool.errors import UnsupportedModelError
+from rollout_pool.kernels import ops
 
 
 @contextmanager
@@ -57,6 +58,8 @@ class ModelRunner:
         self._takes_positions = "position_ids" in parameters
         self.goes_on = False
         """Whether a prompt may be computed in parts; a trial finds it out."""
+        self.longest_together = 0
+        """Tokens of the longest prompt that may be computed together with others; a trial finds it out."""
         self.no_sharing: str | None = "it has not been tried"
         """Why rows cannot share their prompt's KV; None: they can. A trial finds it out."""
         self.needs_mask = not self._takes_positions or bool(getattr(self.config, "alibi", False))
@@ -90,6 +93,25 @@ class ModelRunner:
         logits = self._forward(token_ids[start:].unsqueeze(0), positions, cache)
         self.num_prefills += 1
         return Prefix(cache, logits, length)
+
+    def prefill_together(self, prompts: Sequence[torch.Tensor]) -> list[Prefix]:
+        """Compute several prompts in one forward, as each alone to rounding. Each int64 ``[tokens]``.
+
+        Shorter ones are filled up on the right, where no token of theirs looks.
+        """
+        lengths = [prompt.shape[0] for prompt in prompts]
+        ids = torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True)
+        positions = torch.arange(ids.shape[1], device=self.device).expand(len(prompts), -1)
+        cache = DynamicCache(config=self.model.config)
+        ends = sorted({length - 1 for length in lengths})
+        logits = self._logits(ids, positions, cache, ops.upload(ends, self.device))
+        place = {end: column for column, end in enumerate(ends)} if logits.shape[1] == len(ends) else {}
+        self.num_prefills += len(prompts)
+        found = []
+        for row, length in enumerate(lengths):
+            last = logits[row : row + 1, place.get(length - 1, length - 1)].float()
+            found.append(Prefix(row_of(cache, row, length), last, length))
+        return found
 
     def decode(
         self,
@@ -127,15 +149,26 @@ class ModelRunner:
         cache: Cache,
         token_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Logits of the last column: float32 ``[rows, vocab]``."""
+        return self._logits(input_ids, positions, cache, 1, token_mask)[:, -1, :].float()
+
+    def _logits(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        cache: Cache,
+        keep: int | torch.Tensor,
+        token_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits ``[rows, columns, vocab]``, of the last ``keep`` columns, or those it names, if it can."""
         arguments: dict[str, Any] = {self._cache_argument: cache, "use_cache": True}
         if self._takes_positions:
             arguments["position_ids"] = positions
         if token_mask is not None:
             arguments["attention_mask"] = token_mask
         if self._keeps_logits:
-            arguments["logits_to_keep"] = 1
-        out = self(input_ids=input_ids, **arguments)
-        logits: torch.Tensor = out.logits[:, -1, :].float()
+            arguments["logits_to_keep"] = keep
+        logits: torch.Tensor = self(input_ids=input_ids, **arguments).logits
         return logits
 
 

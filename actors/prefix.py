@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import Cache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+UNBOUNDED = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -30,3 +34,32 @@ class Prefix:
         tensors = (getattr(layer, name, None) for layer in self.cache.layers for name in ("keys", "values"))
         storages = [tensor.untyped_storage() for tensor in tensors if isinstance(tensor, torch.Tensor)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def row_of(batch: Cache, row: int, length: int) -> Cache:
+    """One row of a cache of several, its first ``length`` columns, in memory of its own."""
+    layers = []
+    for layer in batch.layers:
+        mine: Any = copy.copy(layer)
+        mine.keys = mine.keys[row : row + 1, :, :length].clone()
+        mine.values = mine.values[row : row + 1, :, :length].clone()
+        if type(layer) is DynamicSlidingWindowLayer:
+            mine.cumulative_length = length
+        layers.append(mine)
+    cache = copy.copy(batch)
+    cache.layers = layers
+    return cache
+
+
+def longest_row(cache: Cache) -> int:
+    """Tokens of the longest row that :func:`row_of` can take out of a cache like this one; 0: of none.
+
+    A recurrent state goes on to the end of the longest row, and a window drops what a shorter row needs.
+    """
+    longest = UNBOUNDED
+    for layer in cache.layers:
+        if type(layer) is DynamicSlidingWindowLayer:
+            longest = min(longest, layer.sliding_window - 1)
+        elif type(layer) is not DynamicLayer:
+            return 0
+    return longest

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,10 @@ from rollout_pool.types import TokenIds
 
 LEAST_SHARED = 16
 """Tokens that a beginning must have to be worth the copy of its KV."""
+MOST_TOGETHER = 512
+"""Tokens of prompts that are computed in one forward; more of them gain nothing."""
+LEAST_FILLED = 0.7
+"""Share of the longest prompt that the shortest in the same forward must have."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,29 @@ class PrefixCache:
         self._stored: OrderedDict[bytes, _Stored] = OrderedDict()  # the one used last is last
         self.num_tokens = 0
         """That are kept now."""
+        self._ahead: dict[bytes, Prefix] = {}
+
+    def compute_ahead(self, prompts: Sequence[TokenIds]) -> None:
+        """Compute prompts together that :meth:`prefill` is about to be asked for, where that is faster.
+
+        That is where they are short, and begin like no other that is kept or among them: a product with few
+        rows takes nearly as long as one with many.
+        """
+        self._ahead.clear()
+        longest = 0 if self._whole_only else self._runner.longest_together
+        if not longest:
+            return
+        new: list[TokenIds] = []
+        for tokens in sorted((one for one in prompts if one.size <= longest), key=len):
+            is_known = tokens.tobytes() in self._stored or self._beginning_of(tokens) is not None
+            keeps = self._capacity > 0
+            if not is_known and not (keeps and any(_num_shared(tokens, one) >= LEAST_SHARED for one in new)):
+                new.append(tokens)
+        for batch in batches([tokens.size for tokens in new]):
+            chosen = [new[index] for index in batch]
+            uploaded = [ops.upload(tokens, self._runner.device) for tokens in chosen]
+            for tokens, prefix in zip(chosen, self._runner.prefill_together(uploaded), strict=True):
+                self._ahead[tokens.tobytes()] = prefix
 
     def prefill(self, tokens: TokenIds, keep: bool = True) -> tuple[Prefix, int]:
         """Compute a prompt; returns it and how many of its tokens were computed before.
@@ -55,8 +83,10 @@ class PrefixCache:
         if (same := self._stored.get(key)) is not None:
             self._stored.move_to_end(key)
             return same.prefix, tokens.size
-        before = self._beginning_of(tokens)
-        prefix = self._runner.prefill(ops.upload(tokens, self._runner.device), before)
+        prefix, before = self._ahead.pop(key, None), None
+        if prefix is None:
+            before = self._beginning_of(tokens)
+            prefix = self._runner.prefill(ops.upload(tokens, self._runner.device), before)
         if keep and tokens.size <= self._capacity:
             self._keep(key, _Stored(tokens, prefix))
         return prefix, 0 if before is None else before.length
@@ -64,6 +94,7 @@ class PrefixCache:
     def clear(self) -> None:
         """Forget all prompts."""
         self._stored.clear()
+        self._ahead.clear()
         self.num_tokens = 0
 
     def _keep(self, key: bytes, stored: _Stored) -> None:
@@ -84,6 +115,25 @@ class PrefixCache:
             return None
         self._stored.move_to_end(found)
         return beginning(self._stored[found].prefix, best)
+
+
+def batches(lengths: Sequence[int]) -> list[range]:
+    """Which of these prompts, from the shortest to the longest, to compute in one forward; of at least two.
+
+    Filling up the shorter ones must cost little, and all of it be no more than is worth it.
+    """
+    found, first = [], 0
+    for index in range(1, len(lengths) + 1):
+        is_full = (
+            index == len(lengths)
+            or (index - first + 1) * lengths[index] > MOST_TOGETHER
+            or lengths[first] < LEAST_FILLED * lengths[index]
+        )
+        if is_full:
+            if index - first > 1:
+                found.append(range(first, index))
+            first = index
+    return found
 
 
 def is_cuttable(prefix: Prefix, length: int) -> bool:

@@ -37,6 +37,9 @@ class LeadingWorker(Worker):
         self._send()
         return super().prefill(group, tokens)
 
+    def compute_ahead(self, prompts: Sequence[TokenIds]) -> None:
+        """Nothing: ranks compute one prompt at a time."""
+
     def seat(self, group: int, column: int, slots: Sequence[int], draw: Draw, shared: int = UNSHARED) -> None:
         self._tell(SEAT, [group, column, shared, *slots])
         self._send()

@@ -17,7 +17,7 @@ from rollout_pool.actors.kv_cache import SlotCache
 from rollout_pool.actors.loaded_weights import broken_weight
 from rollout_pool.actors.loading import has_softcap
 from rollout_pool.actors.model_runner import ModelRunner
-from rollout_pool.actors.prefix import Prefix
+from rollout_pool.actors.prefix import Prefix, longest_row
 from rollout_pool.actors.prefix_cache import beginning, is_cuttable
 from rollout_pool.actors.sharing_trial import decode_shared
 from rollout_pool.errors import CapacityError, UnsupportedModelError
@@ -136,6 +136,7 @@ def _measure(runner: ModelRunner, is_aligned: bool, shares: bool) -> tuple[float
     for prefix, reference in zip(prefixes, expected, strict=True):
         worst = max(worst, _relative(prefix.logits[0], reference[prefix.length - 1]))
     runner.goes_on = _goes_on(runner, texts[1], prefixes[1], expected[1])
+    runner.longest_together = _longest_together(runner, texts, prefixes)
     if shares:
         runner.no_sharing = _why_not_shared(runner, texts, prefixes, expected)
     return worst, prefixes[0]
@@ -165,6 +166,20 @@ def _goes_on(runner: ModelRunner, text: torch.Tensor, prefix: Prefix, expected: 
     except Exception:  # some models only know whole prompts and single tokens; they are served without it
         return False
     return _relative(again.logits[0], expected[-1]) <= TOLERANCES[runner.model.dtype == torch.float32]
+
+
+def _longest_together(runner: ModelRunner, texts: list[torch.Tensor], prefixes: list[Prefix]) -> int:
+    """Up to which length prompts may be computed in one forward, since they come out as if alone."""
+    longest = longest_row(prefixes[0].cache)
+    if runner.needs_mask or longest < max(_TRIAL_LENGTHS):
+        return 0
+    prompts = [text[: prefix.length] for text, prefix in zip(texts, prefixes, strict=True)]
+    try:
+        found = runner.prefill_together(prompts)
+    except Exception:  # some models only know one row, or one length; prompts are computed one by one then
+        return 0
+    worst = max(_relative(one.logits, other.logits) for one, other in zip(found, prefixes, strict=True))
+    return longest if worst <= TOLERANCES[runner.model.dtype == torch.float32] else 0
 
 
 def _relative(got: torch.Tensor, expected: torch.Tensor) -> float:

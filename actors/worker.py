@@ -100,6 +100,10 @@ class Worker:
         self.prefixes.hold(group, prefix)
         return num_reused
 
+    def compute_ahead(self, prompts: Sequence[TokenIds]) -> None:
+        """Prompts that are about to be computed, so that some may be computed together."""
+        self.recent.compute_ahead(prompts)
+
     def seat(self, group: int, column: int, slots: Sequence[int], draw: Draw, shared: int = UNSHARED) -> None:
         """Copy the KV of a sequence into ``slots`` from ``column`` on, and draw their next tokens.
 
