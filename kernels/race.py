@@ -43,7 +43,7 @@ def winners(weights: torch.Tensor, vocab: torch.Tensor, keys: torch.Tensor) -> t
     every_row = torch.arange(weights.shape[0], device=weights.device).unsqueeze(1)
     likely = _ids(bounds.argmax(dim=1, keepdim=True), size)
     reached = ratios(every_row, likely).amax(dim=1, keepdim=True)
-    row, block = torch.nonzero(~(bounds < reached * _MARGIN), as_tuple=True)  # all of them where there is nan
+    row, block = (~(bounds < reached * _MARGIN)).nonzero().unbind(dim=1)  # all of them where there is nan
     ids = _ids(block.unsqueeze(1), size)
     best, place = ratios(row.unsqueeze(1), ids).max(dim=1)
     # Of equals the first wins, as in an argmax of the whole row: blocks and places are in order.

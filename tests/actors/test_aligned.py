@@ -55,9 +55,9 @@ def watched() -> Callable[[Engine], Engine]:
             )
             begin(positions, column, *args, **more)
 
-        def checked_expand(prefix: Any, slots: Any, length: int, column: int = 0) -> None:
-            assert 0 <= column <= cache.length - length
-            expand(prefix, slots, length, column)
+        def checked_expand(prefix: Any, slots: Any, length: int, column: int = 0, skip: int = 0) -> None:
+            assert 0 <= column <= cache.length - (length - skip)
+            expand(prefix, slots, length, column, skip)
 
         def checked_trim(num_rows: int, columns: int, length: int) -> None:
             assert 0 < columns < length <= cache.length
