@@ -49,9 +49,15 @@ def _shape(inputs: int, outputs: int, count: int, rows: int, repeats: int) -> di
     ways["transposed"] = lambda: [functional.linear(x, weight) for weight in transposed]
     if torch.backends.mkldnn.is_available():
         ops = torch.ops.mkldnn
-        packed = [ops._reorder_linear_weight(weight, rows) for weight in weights]
-        ways["prepacked"] = lambda: [
-            ops._linear_pointwise(x, weight, None, "none", [], "") for weight in packed
+        reordered = [ops._reorder_linear_weight(weight, rows) for weight in weights]
+        ways["prepacked for oneDNN"] = lambda: [
+            ops._linear_pointwise(x, weight, None, "none", [], "") for weight in reordered
+        ]
+    if torch.backends.mkl.is_available():
+        pack, product = torch.ops.mkl._mkl_reorder_linear_weight, torch.ops.mkl._mkl_linear
+        pairs = [(pack(weight, rows), weight) for weight in weights]
+        ways["prepacked for MKL"] = lambda: [
+            product(x, packed, weight, None, rows) for packed, weight in pairs
         ]
     best = dict.fromkeys(ways, float("inf"))
     for _ in range(repeats + 1):  # ways take turns, so that a busy moment is unfair to all

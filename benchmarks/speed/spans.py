@@ -89,7 +89,8 @@ def watch(engine: Any) -> Spans:
     batch = engine.batch
     worker, rows, runner = batch.worker, batch.rows, batch.worker.runner
     spans.wrap(engine, "_advance", STEP)
-    spans.wrap(runner, "prefill", PROMPT)
+    for name in ("prefill", "prefill_together"):
+        spans.wrap(runner, name, PROMPT)
     spans.wrap(runner, "decode", "other in the forward")
     for name in ("expand", "move", "trim", "clear"):
         spans.wrap(worker.cache, name, "cache moves")

@@ -42,7 +42,7 @@ def _limits(steps: list[dict[str, Any]]) -> list[str]:
         "| limit | " + " | ".join(f"{step['rows']} rows" for step in steps) + " |",
         "| --- |" + " --- |" * len(steps),
     ]
-    for layout in ("native", "transposed", "prepacked", "best"):
+    for layout in ("native", "transposed", "prepacked for oneDNN", "prepacked for MKL", "best"):
         cells = [f"{step['limits'][layout]:.1f} ms" if step["limits"].get(layout) else "-" for step in steps]
         lines.append(f"| all products of a step, weights {layout} | " + " | ".join(cells) + " |")
     for title, above, below in (
