@@ -157,7 +157,7 @@ def prefix_attention(
             KEY_BLOCK=power_of_two(key_dim, 16), VALUE_BLOCK=power_of_two(value_dim, 16),
             BLOCK=min(64, max(16, (8192 if is_wide else 16384) // widest)), DTYPE=DTYPES[keys[0].dtype],
             ALIGNMENT=_alignment(keys, values), WIDEN=INTERPRETED and keys[0].dtype == torch.bfloat16,
-            num_warps=8 if is_wide else 4, num_stages=2, enable_fp_fusion=True,
+            num_warps=8 if is_wide or widest >= 512 else 4, num_stages=2, enable_fp_fusion=True,
         )  # fmt: skip
     return out, lse
 
