@@ -32,9 +32,8 @@ def sharing_for(served: ServedModel, config: EngineConfig) -> Sharing:
     on how many siblings it has. There ``auto`` shares where it must.
     """
     plan = served.memory_plan
-    mode: Literal["expand", "shared", "auto"] = "expand"
-    if plan.sharing != "never" and config.prefix in ("auto", "shared"):
-        mode = "shared" if config.prefix == "shared" else "auto"
+    asked: Literal["shared", "auto"] = "shared" if config.prefix == "shared" else "auto"
+    mode: Literal["expand", "shared", "auto"] = "expand" if plan.sharing == "never" else asked
     by_cost = served.runner.device.type == "cpu" and config.deterministic != "strict"
     budget = plan.prompt_tokens * config.num_slots // plan.num_slots
     return Sharing(mode, config.num_slots, plan.slot_length, budget, by_cost)

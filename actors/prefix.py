@@ -38,15 +38,23 @@ class Prefix:
 
 def row_of(batch: Cache, row: int, length: int) -> Cache:
     """One row of a cache of several, its first ``length`` columns, in memory of its own."""
+    cache = first_columns(batch, length)
+    layers: list[Any] = cache.layers
+    for layer in layers:
+        layer.keys, layer.values = (one[row : row + 1].clone() for one in (layer.keys, layer.values))
+    return cache
+
+
+def first_columns(whole: Cache, length: int) -> Cache:
+    """A cache of the first ``length`` columns of another; its tensors are views."""
     layers = []
-    for layer in batch.layers:
+    for layer in whole.layers:
         mine: Any = copy.copy(layer)
-        mine.keys = mine.keys[row : row + 1, :, :length].clone()
-        mine.values = mine.values[row : row + 1, :, :length].clone()
+        mine.keys, mine.values = mine.keys[:, :, :length], mine.values[:, :, :length]
         if type(layer) is DynamicSlidingWindowLayer:
             mine.cumulative_length = length
         layers.append(mine)
-    cache = copy.copy(batch)
+    cache = copy.copy(whole)
     cache.layers = layers
     return cache
 

@@ -8,16 +8,14 @@ rounding; strict engines only reuse whole prompts, which are the same bits.
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from rollout_pool.actors.model_runner import ModelRunner
-from rollout_pool.actors.prefix import Prefix
+from rollout_pool.actors.prefix import Prefix, first_columns
 from rollout_pool.kernels import ops
 from rollout_pool.types import TokenIds
 
@@ -64,7 +62,7 @@ class PrefixCache:
             return
         new: list[TokenIds] = []
         for tokens in sorted((one for one in prompts if one.size <= longest), key=len):
-            is_known = tokens.tobytes() in self._stored or self._beginning_of(tokens) is not None
+            is_known = tokens.tobytes() in self._stored or self._nearest(tokens)[0] is not None
             keeps = self._capacity > 0
             if not is_known and not (keeps and any(_num_shared(tokens, one) >= LEAST_SHARED for one in new)):
                 new.append(tokens)
@@ -106,15 +104,20 @@ class PrefixCache:
 
     def _beginning_of(self, tokens: TokenIds) -> Prefix | None:
         """The longest beginning that is kept, at least one token short of the whole."""
-        best, found = LEAST_SHARED - 1, None
-        for key, stored in () if self._whole_only else self._stored.items():
-            shared = min(_num_shared(stored.tokens, tokens), tokens.size - 1)
-            if shared > best and is_cuttable(stored.prefix, shared):
-                best, found = shared, key
+        found, length = self._nearest(tokens)
         if found is None:
             return None
         self._stored.move_to_end(found)
-        return beginning(self._stored[found].prefix, best)
+        return beginning(self._stored[found].prefix, length)
+
+    def _nearest(self, tokens: TokenIds) -> tuple[bytes | None, int]:
+        """Who of those that are kept has the longest beginning in common with a prompt, and its length."""
+        found, length = None, LEAST_SHARED - 1
+        for key, stored in () if self._whole_only else self._stored.items():
+            shared = min(_num_shared(stored.tokens, tokens), tokens.size - 1)
+            if shared > length and is_cuttable(stored.prefix, shared):
+                found, length = key, shared
+        return found, length
 
 
 def batches(lengths: Sequence[int]) -> list[range]:
@@ -156,17 +159,7 @@ def beginning(prefix: Prefix, length: int) -> Prefix:
 
     It shares tensors with the prompt's own cache: a layer that goes on makes new ones.
     """
-    layers = []
-    for layer in prefix.cache.layers:
-        mine: Any = copy.copy(layer)
-        if length < prefix.length:
-            mine.keys, mine.values = mine.keys[..., :length, :], mine.values[..., :length, :]
-        if type(layer) is DynamicSlidingWindowLayer:
-            mine.cumulative_length = length
-        layers.append(mine)
-    cache = copy.copy(prefix.cache)
-    cache.layers = layers
-    return replace(prefix, cache=cache, length=length)
+    return replace(prefix, cache=first_columns(prefix.cache, length), length=length)
 
 
 def _num_shared(one: TokenIds, other: TokenIds) -> int:
