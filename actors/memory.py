@@ -142,7 +142,7 @@ def plan_memory(
 
     can_share: whether its rows can share their prompt's KV.
     """
-    shares = can_share and config.layout == "ragged" and config.prefix in ("auto", "shared")
+    shares = can_share and config.may_share_prompts
     slot_length = min(config.max_new_tokens or config.max_length, config.max_length)
     slot_length = slot_length if shares else config.max_length
     is_needed = config.prefix == "shared" or slot_length < config.max_length

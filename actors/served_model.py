@@ -128,7 +128,7 @@ def _try_out(runner: ModelRunner, config: EngineConfig) -> tuple[Cache, MemoryPl
     """A small prefill's cache, and the plan. What fails on one rank of a trainer fails on all."""
     error: RolloutPoolError | None = None
     try:
-        wants_sharing = config.layout == "ragged" and config.prefix in ("auto", "shared")
+        wants_sharing = config.may_share_prompts
         with runner.together():
             example = support.trial(runner, config.layout == "aligned", shares=wants_sharing).cache
         if config.prefix == "shared":

@@ -94,6 +94,11 @@ class EngineConfig(StrictModel):
     """How a trainer's weights come together that ZeRO-3 has partitioned. ``layers``: one layer at a time in
     every forward, in no more memory than training takes. ``whole``: all of them once per rollout."""
 
+    @property
+    def may_share_prompts(self) -> bool:
+        """Whether rows share their prompt's KV, if the model lets them."""
+        return self.layout == "ragged" and self.prefix in ("auto", "shared")
+
     @model_validator(mode="after")
     def _sharing_is_ragged(self) -> Self:
         sized = [name for name in ("max_new_tokens", "prompt_tokens") if getattr(self, name) is not None]
