@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from rollout_pool.kernels.race import first_largest, winners
+from rollout_pool.kernels.race import block_maxima, bounds, first_largest, winners
 
 SAMPLE_CHUNK = 1 << 18
-"""Logits handled at once on a CPU, so that the passes over them stay in the core's cache."""
+"""Logits handled at once per thread of a CPU, so that the passes over them stay in the core's cache."""
 _TOP_P_CANDIDATES = 512
 
 
@@ -63,48 +64,57 @@ def sample_tokens(
     The draw is Gumbel-max in its exponential form (see :func:`counter_hash.exponential`), and
     never a token of probability zero. Temperature 0 is the argmax.
     """
-    total = logits.shape[0]
-    step = max(1, SAMPLE_CHUNK // logits.shape[1])
-    parts = [
-        _sample(logits[start : start + step], rows.part(start, start + step), vocab)
-        for start in range(0, total, step)
-    ]
-    if len(parts) == 1:
-        return parts[0]
-    tokens, logprobs, sampling_logprobs = zip(*parts, strict=True)
-    return torch.cat(tokens), torch.cat(logprobs), torch.cat(sampling_logprobs)
-
-
-def _sample(
-    logits: torch.Tensor, rows: SamplingRows, vocab: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     greedy = rows.temperature == 0
-    some_greedy = bool(greedy.any())
-    temperature = torch.where(greedy, 1.0, rows.temperature).unsqueeze(1)
     original = logits.clone() if rows.adjusted else logits
-    scores = logits
-    if rows.adjusted:
-        _adjust_(scores, rows)
-        original.div_(temperature)
-    scores.div_(temperature)
-    top, weights, norm = _softmax_parts(scores)
-    if rows.adjusted:
-        plain_top, _, plain_norm = _softmax_parts(original)
-    else:
-        plain_top, plain_norm = top, norm
-    if rows.filtered:
-        kept = scores >= _threshold(scores, weights, norm, rows).unsqueeze(1)
-        weights = torch.where(kept, weights, 0.0)
-        norm = _row_sum(weights)
+    step = max(1, SAMPLE_CHUNK * torch.get_num_threads() // logits.shape[1])
+    parts = []
+    for start in range(0, logits.shape[0], step):
+        chunk = slice(start, start + step)
+        part = rows.part(start, start + step)
+        temperature = torch.where(greedy[chunk], 1.0, part.temperature)
+        plain = _softmax_of(original[chunk], temperature)[:2] if rows.adjusted else None
+        if rows.adjusted:
+            _adjust_(logits[chunk], part)
+        parts.append(_survey(logits[chunk], part, temperature, vocab, plain))
+    survey = parts[0] if len(parts) == 1 else _Survey(*map(torch.cat, zip(*parts, strict=True)))
     if rows.sampled:
-        tokens = winners(weights, vocab, rows.keys)
-    if some_greedy:
-        best = first_largest(scores)
+        tokens = winners(logits, survey.top, survey.bounds, vocab, rows.keys)
+    if not rows.sampled or bool(greedy.any()):
+        best = first_largest(logits, survey.maxima)
         tokens = torch.where(greedy, best, tokens) if rows.sampled else best
     picked = tokens.unsqueeze(1)
-    logprobs = original.gather(1, picked).squeeze(1) - plain_top - plain_norm.log()
-    sampling = scores.gather(1, picked).squeeze(1) - top - norm.log()
+    logprobs = original.gather(1, picked).squeeze(1) - survey.plain_top - survey.plain_norm.log()
+    sampling = logits.gather(1, picked).squeeze(1) - survey.top - survey.norm.log()
     return tokens, logprobs, torch.where(greedy, torch.where(sampling.isnan(), sampling, 0.0), sampling)
+
+
+class _Survey(NamedTuple):
+    """What passes over all scores of some rows have found, so that few of them need another look."""
+
+    top: torch.Tensor  # [rows]: the largest score
+    norm: torch.Tensor  # [rows]: sum of exp(score - top)
+    plain_top: torch.Tensor
+    plain_norm: torch.Tensor  # both before penalties, blocked ids and filters
+    maxima: torch.Tensor  # [rows, blocks] of the scores
+    bounds: torch.Tensor  # [rows, blocks]: see race.bounds; empty when nothing is sampled
+
+
+def _survey(
+    scores: torch.Tensor,
+    rows: SamplingRows,
+    temperature: torch.Tensor,
+    vocab: torch.Tensor,
+    plain: tuple[torch.Tensor, torch.Tensor] | None,
+) -> _Survey:
+    """Divides ``scores`` by the temperature, and makes those that filters rule out minus infinity."""
+    top, norm, maxima, weights = _softmax_of(scores, temperature)
+    plain_top, plain_norm = (top, norm) if plain is None else plain
+    if rows.filtered:
+        ruled_out = scores < _threshold(scores, weights, norm, rows).unsqueeze(1)
+        scores.masked_fill_(ruled_out, float("-inf"))
+        norm = _row_sum(weights.masked_fill_(ruled_out, 0.0))
+    bound = bounds(weights, vocab, rows.keys) if rows.sampled else maxima[:, :0]
+    return _Survey(top, norm, plain_top, plain_norm, maxima, bound)
 
 
 def _adjust_(logits: torch.Tensor, rows: SamplingRows) -> None:
@@ -117,11 +127,20 @@ def _adjust_(logits: torch.Tensor, rows: SamplingRows) -> None:
     logits[row, rows.blocked[row, column]] = float("-inf")
 
 
-def _softmax_parts(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Row maximum ``[rows]``, exp(scores - maximum) ``[rows, vocab]`` and its row sum ``[rows]``."""
-    top = scores.amax(dim=1)
+def _softmax_of(
+    scores: torch.Tensor, temperature: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Divides ``scores`` by the temperature, in place.
+
+    Returns their maximum ``[rows]``, the sum of exp(score - maximum) ``[rows]``, the maxima of blocks
+    ``[rows, blocks]`` and exp(score - maximum) ``[rows, vocab]``.
+    """
+    if bool((temperature != 1).any()):
+        scores.div_(temperature.unsqueeze(1))
+    maxima = block_maxima(scores)
+    top = maxima.amax(dim=1)
     weights = (scores - top.unsqueeze(1)).exp_()
-    return top, weights, _row_sum(weights)
+    return top, _row_sum(weights), maxima, weights
 
 
 def _row_sum(weights: torch.Tensor) -> torch.Tensor:
