@@ -12,11 +12,12 @@ from rollout_pool.actors import support
 from rollout_pool.actors.borrowed_model import BorrowedModel, borrow
 from rollout_pool.actors.kv_cache import cache_bytes
 from rollout_pool.actors.linear_layout import (
-    LinearLayout,
+    Layouts,
     PackedLinears,
-    fastest_layout,
+    fastest_layouts,
     is_packable,
-    transpose_linear_weights,
+    lay_out,
+    one_layout,
 )
 from rollout_pool.actors.loading import (
     eos_token_ids,
@@ -89,10 +90,9 @@ def serve(
     is_whole = group is None
     vocab_size = None if is_whole else model.config.get_text_config(decoder=True).vocab_size
     runner = ModelRunner(model, vocab_size, config.zero3_gather)
-    layout = _linear_layout(runner, config, is_own=borrowed is None, is_whole=is_whole)
-    if layout != "native":
-        transpose_linear_weights(model)
-    packed = PackedLinears(model) if layout == "packed" else None
+    if borrowed is None:
+        runner.own_modules = list(model.modules())
+    packed = lay_out(model, _linear_layouts(runner, config, is_own=borrowed is None, is_whole=is_whole))
     if packed is not None:
         packed.make_ready(config.num_slots)  # before memory is planned and the model tried
     example, plan = _try_out(runner, config)
@@ -103,25 +103,26 @@ def serve(
     )
 
 
-def _linear_layout(
-    runner: ModelRunner, config: EngineConfig, *, is_own: bool, is_whole: bool
-) -> LinearLayout:
-    """How linear weights are to lie. is_own: the engine loaded them. is_whole: not a shard of them."""
+def _linear_layouts(runner: ModelRunner, config: EngineConfig, *, is_own: bool, is_whole: bool) -> Layouts:
+    """How linear weights are to lie; those of shapes that are not named stay.
+
+    is_own: the engine loaded them. is_whole: they are not a shard.
+    """
     asked = config.linear_layout
     if runner.device.type != "cpu":
-        return "native"
+        return {}
     if asked == "packed" and not (is_whole and is_packable(runner.model)):
         what = (
             f"weights in {runner.model.dtype}, by this build of PyTorch," if is_whole else "parts of weights"
         )
         raise ConfigError(f"engine.linear_layout 'packed': {what} cannot be packed; leave it at 'auto'")
     if asked != "auto":
-        return asked
+        return one_layout(runner.model, asked)
     if not is_own:
-        return "native"
+        return {}
     if not is_whole or config.deterministic == "strict":  # every process has to come to the same
-        return "transposed"
-    return fastest_layout(runner.model, config.num_slots)
+        return one_layout(runner.model, "transposed")
+    return fastest_layouts(runner.model, config.num_slots)
 
 
 def _try_out(runner: ModelRunner, config: EngineConfig) -> tuple[Cache, MemoryPlan]:

@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, PreTrainedModel
 
 from rollout_pool.actors.kv_cache import SlotCache
-from rollout_pool.actors.linear_layout import transpose_linear_weights
+from rollout_pool.actors.linear_layout import lay_out, one_layout
 from rollout_pool.actors.model_runner import ModelRunner
 from rollout_pool.demo_model import default_folder
 
@@ -73,7 +73,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
-    transpose_linear_weights(model)
+    lay_out(model, one_layout(model, "transposed"))
     print(
         f"{torch.get_num_threads()} threads, medians of {arguments.rounds} interleaved rounds, milliseconds"
     )

@@ -83,8 +83,9 @@ class EngineConfig(StrictModel):
     linear_layout: Literal["auto", "native", "transposed", "packed"] = "auto"
     """How linear weights lie in CPU memory. ``transposed``: faster at few rows, in the same memory.
     ``packed``: copies in the math library's own form beside them, which take the memory of the weights once
-    more and are made again for new weights. ``auto``: a model that the engine loaded itself is transposed, or
-    what a short measurement at ``num_slots`` rows finds clearly faster; a lent one stays native."""
+    more and are made again for new weights. ``auto``: of a model that the engine loaded itself each shape of
+    weight is transposed (a head is not), or what a short measurement at ``num_slots`` rows finds clearly
+    faster; a lent one stays native."""
     cuda_graphs: Literal["auto", "off"] = "auto"
     """``auto``: decode steps are captured once per batch size on a GPU, and replayed. ``off``: never."""
     readback_every: int | None = Field(default=None, ge=1, le=64)

@@ -149,7 +149,7 @@ def shards(rank: int, size: int, address: str, store: Any, models: list[str], ba
 
 
 def _run_shard(name: str, group: RankGroup, backend: Any) -> dict[str, Any]:
-    from rollout_pool.actors.linear_layout import transpose_linear_weights
+    from rollout_pool.actors.linear_layout import lay_out, linears, one_layout
     from rollout_pool.actors.loading import load_model
     from rollout_pool.actors.sharding import load_shard
 
@@ -159,7 +159,8 @@ def _run_shard(name: str, group: RankGroup, backend: Any) -> dict[str, Any]:
     logits, keys = _logits(shard, ids)
     expected, _ = _logits(whole, ids)
     parts = _parts(shard, whole, group)
-    num_transposed = transpose_linear_weights(shard)
+    lay_out(shard, one_layout(shard, "transposed"))
+    num_transposed = sum(not module.weight.is_contiguous() for module in linears(shard))
     transposed, _ = _logits(shard, ids)
     return {
         "logits": hashlib.sha256(logits.numpy().tobytes()).hexdigest(),

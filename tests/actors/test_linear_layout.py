@@ -102,28 +102,59 @@ def test_copies_follow_new_weights_sleep_and_fewer_slots(folder: str, prompts_of
     assert difference(products(other.model, 2), products(engine(folder, "native").model, 2)) < 1e-5
 
 
+def kind(shape: linear_layout.Shape) -> int:
+    """0: of attention; 1: of an MLP; 2: the head."""
+    return 2 if shape[2] else int(96 in shape[:2])
+
+
 @pytest.mark.parametrize(
     ("seconds", "free", "chosen"),
     [
-        ({"native": 3.0, "transposed": 2.0, "packed": 1.0}, 1.0, "packed"),
-        ({"native": 3.0, "transposed": 2.0, "packed": 1.0}, 1e-6, "transposed"),
-        ({"native": 1.0, "transposed": 2.0, "packed": 1.5}, 1.0, "native"),
-        ({"native": 1.9, "transposed": 2.0, "packed": 1.85}, 1.0, "transposed"),
+        ([(3.0, 2.0, 1.0)] * 2 + [(3.0, None, 1.0)], 1.0, ["packed", "packed", "packed"]),
+        ([(3.0, 2.0, 1.0)] * 2 + [(3.0, None, 1.0)], 1e-7, ["transposed", "transposed", "native"]),
+        ([(1.0, 2.0, 1.5)] * 2 + [(1.0, None, 1.5)], 1.0, ["native", "native", "native"]),
+        ([(1.9, 2.0, 1.85)] * 2 + [(2.0, None, 1.85)], 1.0, ["transposed", "transposed", "native"]),
+        ([(3.0, 2.0, 1.9), (3.0, 2.0, 1.0), (1.0, None, 0.5)], 1.0, ["transposed", "packed", "packed"]),
     ],
 )
-def test_a_layout_is_chosen_that_is_clearly_faster_and_fits(
-    seconds: Any, free: float, chosen: str, folder: str, monkeypatch: pytest.MonkeyPatch
+def test_each_shape_gets_what_is_clearly_faster_and_fits(
+    seconds: Any, free: float, chosen: list[str], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear_layout, "LEAST_BYTES", 0)
     monkeypatch.setattr(linear_layout, "LARGEST_COPY", free)
-    measured = linear_layout.layout_seconds(engine(folder, "native").model, 4)
-    assert set(measured) >= {"native", "transposed"}
-    assert all(0 < value < 1 for value in measured.values())
-    monkeypatch.setattr(linear_layout, "layout_seconds", lambda *_: dict(seconds))
+    plain = engine(folder, "native").model
+    measured = linear_layout.layout_seconds(plain, 4)
+    assert [("transposed" in times) for times in measured.values()] == [not shape[2] for shape in measured]
+    assert all(0 < value < 1 for times in measured.values() for value in times.values())
+    names = ("native", "transposed", "packed")
+
+    def given(shape: linear_layout.Shape) -> dict[str, float]:
+        times = zip(names, seconds[kind(shape)], strict=True)
+        return {name: value for name, value in times if value is not None}
+
+    monkeypatch.setattr(
+        linear_layout, "layout_seconds", lambda *_: {shape: given(shape) for shape in measured}
+    )
     model = engine(folder, "auto").model
-    first = next(iter(linears(model)))
-    assert first.weight.is_contiguous() == (chosen == "native")
-    assert ("forward" in vars(first)) == (chosen == "packed")
+    for shape, modules in linear_layout.by_shape(model).items():
+        layout = chosen[kind(shape)]
+        for module in modules:
+            assert module.weight.is_contiguous() == (layout == "native" or shape[2])
+            assert ("forward" in vars(module)) == (layout == "packed")
+
+
+def test_memory_for_copies_goes_where_it_spares_most(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_layout, "LEAST_BYTES", 0)
+    model = engine(folder, "native").model
+    shapes = linear_layout.by_shape(model)
+    best = min(shapes, key=lambda shape: shape[0] * shape[1])
+    nbytes = sum(module.weight.nbytes for module in shapes[best])
+    free = linear_layout.psutil.virtual_memory().available
+    monkeypatch.setattr(linear_layout, "LARGEST_COPY", 1.5 * nbytes / free)
+    times = {"native": 3.0, "transposed": 2.0, "packed": 1.0}
+    monkeypatch.setattr(linear_layout, "layout_seconds", lambda *_: dict.fromkeys(shapes, times))
+    layouts = linear_layout.fastest_layouts(model, 4)
+    assert [shape for shape, layout in layouts.items() if layout == "packed"] == [best]
 
 
 def test_small_models_are_transposed_without_a_measurement(

@@ -11,7 +11,7 @@ import torch
 from transformers import GPT2Config, LlamaConfig
 
 from rollout_pool import WeightSyncError
-from rollout_pool.actors.linear_layout import transpose_linear_weights
+from rollout_pool.actors.linear_layout import lay_out, one_layout
 from rollout_pool.actors.weight_places import SplitShard
 from rollout_pool.actors.weight_records import Bucket, Manifest
 from rollout_pool.actors.weights import ModelWeights
@@ -60,7 +60,7 @@ def is_same(model: Any, values: dict[str, torch.Tensor]) -> bool:
 
 
 def test_commit_writes_in_place_and_keeps_memory_and_layout(model: Any, new: dict[str, torch.Tensor]) -> None:
-    transpose_linear_weights(model)
+    lay_out(model, one_layout(model, "transposed"))
     before = {name: (p, p.data_ptr(), p.stride()) for name, p in model.named_parameters()}
     assert before[UP][2][0] == 1  # stored by columns
     weights = ModelWeights(model)
