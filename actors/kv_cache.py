@@ -18,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer, LinearAttent
 from rollout_pool.errors import UnsupportedModelError
 from rollout_pool.kernels import ops
 
-VIEW_STEP = 64
+VIEW_STEP = 16
 """Attention reads the cache up to a multiple of this many columns."""
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 
@@ -34,9 +35,14 @@ class PrefixRows:
     """``rows`` as the host knows them."""
 
     @cached_property
+    def is_in_order(self) -> bool:
+        """Whether the first member is row 0, the second row 1, ..."""
+        return self.numbers == tuple(range(len(self.numbers)))
+
+    @cached_property
     def selections(self) -> list[slice | torch.Tensor]:
         """The rows of every group, as an index."""
-        return [self._select(start, stop) for start, stop in zip(self.starts, self.starts[1:], strict=False)]
+        return [self._select(start, stop) for start, stop in pairwise(self.starts)]
 
     def _select(self, start: int, stop: int) -> slice | torch.Tensor:
         numbers = self.numbers[start:stop]
@@ -67,17 +73,15 @@ def prefix_attention(
     rows, heads, _, head_dim = query.shape
     kv_heads, value_dim = values[0].shape[1], values[0].shape[3]
     grouped = query.reshape(rows, kv_heads, heads // kv_heads, head_dim)
-    out = query.new_zeros(1, rows, kv_heads, heads // kv_heads, value_dim)
-    lse = torch.full(out.shape[:-1], float("-inf"), dtype=torch.float32, device=query.device)
-    attend_group = _apart if apart else _together
-    for at, prompt_keys, prompt_values in zip(groups.selections, keys, values, strict=True):
-        visible = None
-        if seen is not None:
-            hidden = prompt_keys.shape[2] - seen[at]
-            visible = torch.arange(prompt_keys.shape[2], device=query.device) >= hidden.unsqueeze(1)
-        attended, summed = attend_group(grouped[at], prompt_keys, prompt_values, visible, scaling, softcap)
-        out[0, at], lse[0, at] = attended, summed
-    return out.view(1, rows, heads, value_dim), lse.view(1, rows, heads)
+    attend_groups = _apart if apart else _together
+    attended, summed = attend_groups(grouped, keys, values, groups, seen, scaling, softcap)
+    if len(groups.numbers) == rows and groups.is_in_order:
+        out, lse = attended, summed
+    else:
+        out = query.new_zeros(rows, *attended.shape[1:]).index_copy_(0, groups.rows, attended)
+        lse = torch.full(out.shape[:-1], float("-inf"), dtype=torch.float32, device=query.device)
+        lse.index_copy_(0, groups.rows, summed.float())
+    return out.reshape(1, rows, heads, value_dim), lse.reshape(1, rows, heads)
 
 
 def attention_with_prior(
@@ -101,6 +105,9 @@ def attention_with_prior(
     out, lse = attend(grouped, keys, values, visible, scaling, softcap)
     elsewhere, prior_lse = prior
     own, own_lse = out.reshape(rows, heads, -1), lse.reshape(rows, heads)
+    if sinks is None and prior_lse.shape[0] == 1:
+        share = torch.sigmoid(prior_lse[0] - own_lse).unsqueeze(-1)
+        return torch.lerp(own.float(), elsewhere[0].float(), share).to(query.dtype).unsqueeze(2)
     sums = torch.cat((own_lse.unsqueeze(0), prior_lse))  # [1 + parts, rows, heads]
     if sinks is not None:
         sums = torch.cat((sums, sinks.float().expand(1, rows, heads)))
@@ -145,40 +152,65 @@ def attend(
 
 
 def _together(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    visible: torch.Tensor | None,
+    grouped: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    groups: PrefixRows,
+    seen: torch.Tensor | None,
     scaling: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One product per KV head for all rows ``[rows, kv_heads, group, head_dim]`` and heads."""
-    rows, kv_heads, group, head_dim = query.shape
-    stacked = query.transpose(0, 1).reshape(1, kv_heads, rows * group, head_dim)
-    if visible is not None:
-        visible = visible.repeat_interleave(group, dim=0).view(1, 1, rows * group, -1)
-    out, lse = attend(stacked, keys, values, visible, scaling, softcap)
+    """Of the members, ``[members, kv_heads, group, ...]``: a product per group and KV head, for all its rows.
+
+    Queries are put in order once for all groups, since that takes as long as one of these products.
+    """
+    members = grouped if groups.is_in_order else grouped[groups.rows]
+    members = members[: len(groups.numbers)]
+    count, kv_heads, group, head_dim = members.shape
+    stacked = members.transpose(0, 1).reshape(1, kv_heads, count * group, head_dim)
+    parts = []
+    for (start, stop), prompt_keys, prompt_values in zip(pairwise(groups.starts), keys, values, strict=True):
+        queries = stacked[:, :, start * group : stop * group]
+        visible = None
+        if seen is not None:
+            visible = _visible(prompt_keys, seen[groups.rows[start:stop]])
+            visible = visible.repeat_interleave(group, dim=0).view(1, 1, (stop - start) * group, -1)
+        parts.append(attend(queries, prompt_keys, prompt_values, visible, scaling, softcap))
+    out, lse = (torch.cat(each, dim=2) for each in zip(*parts, strict=True))
     return (
-        out.reshape(kv_heads, rows, group, -1).transpose(0, 1),
-        lse.reshape(kv_heads, rows, group).transpose(0, 1),
+        out.view(kv_heads, count, group, -1).transpose(0, 1),
+        lse.view(kv_heads, count, group).transpose(0, 1),
     )
 
 
 def _apart(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    visible: torch.Tensor | None,
+    grouped: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    groups: PrefixRows,
+    seen: torch.Tensor | None,
     scaling: float,
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One product per KV head and row."""
-    rows = query.shape[0]
-    # One product alone may be computed by all threads, in another order of sums than one among many.
-    padded = query if rows > 1 else query.expand(2, -1, -1, -1)
-    items = padded.shape[0]
-    if visible is not None:
-        visible = visible.view(rows, 1, 1, -1).expand(items, -1, -1, -1)
-    shared_keys, shared_values = (one.expand(items, -1, -1, -1) for one in (keys, values))
-    out, lse = attend(padded, shared_keys, shared_values, visible, scaling, softcap)
-    return out[:rows], lse[:rows]
+    """The same with a product of its own for every row and KV head."""
+    parts = []
+    for at, prompt_keys, prompt_values in zip(groups.selections, keys, values, strict=True):
+        queries = grouped[at]
+        rows = queries.shape[0]
+        # One product alone may be computed by all threads, in another order of sums than one among many.
+        padded = queries if rows > 1 else queries.expand(2, -1, -1, -1)
+        items = padded.shape[0]
+        visible = None
+        if seen is not None:
+            visible = _visible(prompt_keys, seen[at]).view(rows, 1, 1, -1).expand(items, -1, -1, -1)
+        shared_keys, shared_values = (one.expand(items, -1, -1, -1) for one in (prompt_keys, prompt_values))
+        out, lse = attend(padded, shared_keys, shared_values, visible, scaling, softcap)
+        parts.append((out[:rows], lse[:rows]))
+    out, lse = (torch.cat(each) for each in zip(*parts, strict=True))
+    return out, lse
+
+
+def _visible(keys: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Which cells of its prompt each row sees, the last ``seen``: bool ``[rows, tokens]``."""
+    tokens = keys.shape[2]
+    return torch.arange(tokens, device=keys.device) >= (tokens - seen).unsqueeze(1)
