@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -20,13 +20,14 @@ from rollout_pool.kernels import ops
 
 
 @contextmanager
-def evaluation(model: torch.nn.Module, *, is_partitioned: bool = False) -> Iterator[None]:
+def evaluation(modules: Iterable[torch.nn.Module], *, is_partitioned: bool = False) -> Iterator[None]:
     """Evaluation mode without gradients; every module's mode is restored on the way out.
 
     is_partitioned: parameters get new data meanwhile, which a trainer must be able to differentiate by.
     """
-    was_training = [module for module in model.modules() if module.training]
-    model.eval()
+    was_training = [module for module in modules if module.training]
+    for module in was_training:
+        module.training = False
     try:
         with torch.no_grad() if is_partitioned else torch.inference_mode():
             yield
@@ -64,12 +65,15 @@ class ModelRunner:
         """Why rows cannot share their prompt's KV; None: they can. A trial finds it out."""
         self.needs_mask = not self._takes_positions or bool(getattr(self.config, "alibi", False))
         """It derives positions (ALiBi, say) from a mask of tokens; only layout ``aligned`` serves that."""
+        self.own_modules: list[torch.nn.Module] = []
+        """All there are, where nobody else holds the model; to look for them takes a while in every step."""
         self.num_prefills = 0
         """Prompts that were computed."""
 
     def session(self) -> AbstractContextManager[None]:
         """Evaluation mode without gradients; see :func:`evaluation`."""
-        return evaluation(self.model, is_partitioned=self.partitioned is not None)
+        modules = self.own_modules or self.model.modules()
+        return evaluation(modules, is_partitioned=self.partitioned is not None)
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -132,7 +132,7 @@ class RankChecks:
         from rollout_pool.actors.model_runner import evaluation
 
         ids = torch.tensor([list(prompt)], device=next(self.model.parameters()).device)
-        with evaluation(self.model):
+        with evaluation(self.model.modules()):
             out = self.model(input_ids=ids, use_cache=False, output_hidden_states=True)
         layers = len(out.hidden_states) - 1
         found = {
@@ -153,7 +153,7 @@ class RankChecks:
         from rollout_pool.actors.model_runner import evaluation
 
         ids = torch.tensor([[*prompt, *completion]], device=next(self.model.parameters()).device)
-        with evaluation(self.model):
+        with evaluation(self.model.modules()):
             logits = self.model(input_ids=ids, use_cache=False).logits[0, -len(completion) - 1 : -1]
             found = logits.float().topk(2)
         return None if self._rank else TopTwo(found.indices.cpu().numpy(), found.values.cpu().numpy())

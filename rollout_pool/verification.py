@@ -129,4 +129,4 @@ def _scorer(model: Any) -> tuple[Any, AbstractContextManager[None]]:
         raise ConfigError(f"verify needs a causal LM, an Engine or a folder, got {type(model).__name__}")
     if is_partitioned(model):
         raise ConfigError("ZeRO-3 has partitioned this model: give verify an Engine on it, on all ranks")
-    return model, evaluation(model)
+    return model, evaluation(model.modules())
