@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # which PYTHONSAFEPATH leaves out
 
 from speed.machine import machine
-from speed.peers import OURS, PEERS
+from speed.peers import OUR_WAYS, OURS, PEERS
 from speed.rounds import run_work
 from speed.table import ratio_table
 from speed.workloads import RECIPES, make_work
@@ -33,8 +33,9 @@ def peers_of(workload: str, size: str) -> list[str]:
     """Who takes part in a workload."""
     if size == "full":
         return list(PEERS)
-    extra = RECIPES[workload].peers if size == "main" else ()
-    return [OURS, "generate", *extra]
+    if size == "quick":
+        return [OURS, "generate"]
+    return [*OUR_WAYS, "generate", *RECIPES[workload].peers]
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -24,6 +24,7 @@ class Entry:
     most: int | None = None
     """Of more rows it is known to be slower, so they are not tried."""
     needs_deepspeed: bool = False
+    is_ours: bool = False
 
     def rows(self, work: Work) -> list[int]:
         """The numbers of rows to try."""
@@ -37,14 +38,18 @@ class Entry:
 
 
 PEERS = {
-    "engine": Entry("ours: one engine", "our_peers:engine"),
+    "engine": Entry("ours: one engine", "our_peers:engine", is_ours=True),
     "generate": Entry("Transformers `generate`", "hf_peers:generate", tries=(1, 2)),
     "generate_batch": Entry(
         "Transformers `generate_batch`", "hf_peers:generate_batch", tries=(1, 2), most=64
     ),
-    "pool": Entry("ours: a pool of one actor", "our_peers:pool_of_one"),
-    "pool of two": Entry("ours: a pool of two actors, half the threads each", "our_peers:pool_of_two"),
-    "split engines": Entry("ours, split beforehand among processes", "split_peers:split_engines"),
+    "pool": Entry("ours: a pool of one actor", "our_peers:pool_of_one", is_ours=True),
+    "pool of two": Entry(
+        "ours: a pool of two actors, half the threads each", "our_peers:pool_of_two", is_ours=True
+    ),
+    "split engines": Entry(
+        "ours, split beforehand among processes", "split_peers:split_engines", is_ours=True
+    ),
     "split generate": Entry("Ray, `generate` per core, split beforehand", "split_peers:split_generate"),
     "deepspeed": Entry("DeepSpeed, default", "deepspeed_peers:default", tries=(1, 2), needs_deepspeed=True),
     "deepspeed shared prefill": Entry(
@@ -61,3 +66,5 @@ PEERS = {
     ),
 }
 OURS = "engine"
+OUR_WAYS = {OURS: "one engine", "pool of two": "a pool of two"}
+"""What others are compared with, and how it is called above a column."""

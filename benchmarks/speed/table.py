@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from speed.machine import machine_line
-from speed.peers import OURS, PEERS
+from speed.peers import OUR_WAYS, OURS, PEERS
 from speed.workloads import RECIPES
 
 Results = dict[str, Any]
@@ -20,21 +20,28 @@ def tables(results: Results) -> str:
 
 def ratio_table(results: Results) -> str:
     """Ours over each peer: the median of the rounds, the lowest and the highest."""
-    lines = ["| workload | ours against | ratio | rounds | load |", "| --- | --- | --- | --- | --- |"]
+    heads = [f"{title} | rounds" for title in OUR_WAYS.values()]
+    lines = [f"| workload | against | {' | '.join(heads)} | load |", "| --- |" + " --- |" * 6]
     for name, found in results["workloads"].items():
+        peers = found["peers"]
         load = found.get("load", "")  # of a quarter of an hour: the peers' own threads are in it
-        for peer in found["peers"]:
-            if peer == OURS:
+        for peer, one in peers.items():
+            if PEERS[peer].is_ours:
                 continue
-            title = f"| {RECIPES[name].title} | {PEERS[peer].title} |"
-            ratios = found["ratios"].get(peer)
-            if ratios is None:
-                lines.append(
-                    f"{title} does not run: {_cell(found['peers'][peer]['unavailable'])} | | {load} |"
-                )
+            cells = [RECIPES[name].title, PEERS[peer].title]
+            if "rates" not in one:
+                cells += [f"does not run: {_cell(one['unavailable'])}", "", "", "", ""]
             else:
-                lines.append(f"{title} **{median(ratios):.2f}x** | {spread(ratios, 2)} | {load} |")
+                cells += [cell for ours in OUR_WAYS for cell in _ratio(peers.get(ours, {}), one)]
+                cells.append(str(load))
+            lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """The median of the rounds in which both took part, and their spread."""
+    ratios = [a / b for a, b in zip(ours.get("rates", []), theirs["rates"], strict=False)]
+    return [f"**{median(ratios):.2f}x**", spread(ratios, 2)] if ratios else ["", ""]
 
 
 def rate_table(results: Results) -> str:

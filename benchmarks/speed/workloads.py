@@ -53,7 +53,7 @@ class Recipe:
     """``none``: all samples have ``max_new`` tokens. ``model``: its EOS as it comes. ``drawn``: one in ten at
     ``max_new`` tokens, the others at an eighth of it."""
     peers: tuple[str, ...] = ()
-    """In `make bench`, besides the engine and `generate`."""
+    """In `make bench`, besides ours and `generate`."""
     quick: dict[str, int] | None = None
     """What differs in `make bench-quick`; None: it is not part of that."""
 
@@ -88,7 +88,7 @@ def equal_prompts(tokenizer: Any, count: int) -> list[list[int]]:
 RECIPES = {
     "chat": Recipe(
         "(a) chat prompts, 8 samples each", chats, 16, 8, 48, 128,
-        peers=("generate_batch", "pool", "pool of two", "split engines", "split generate"),
+        peers=("generate_batch", "pool", "split engines", "split generate"),
         quick={"num_prompts": 8, "max_new": 24, "max_rows": 64},
     ),
     "long-prompt": Recipe(
@@ -96,7 +96,7 @@ RECIPES = {
     ),
     "long-tail": Recipe(
         "(c) one sample in ten is eight times longer", equal_prompts, 8, 8, 128, 64, ends="drawn",
-        peers=("pool of two", "split engines", "split generate"),
+        peers=("split engines", "split generate"),
     ),
     "greedy": Recipe(
         "(d) greedy, one sample each, EOS as it comes", chats, 32, 1, 96, 32, temperature=0.0, ends="model",

@@ -54,7 +54,7 @@ def test_a_workload_with_drawn_ends_counts_tokens_up_to_the_end_for_every_peer(
     assert text.startswith("before\n<!-- main -->\n\n")
     assert text.endswith("\n\n<!-- end main -->\nafter\n")
     assert "former figures" not in text
-    assert text.count("| workload | ours against |") == 1
+    assert text.count("| workload | against | one engine |") == 1
 
 
 @pytest.mark.slow
