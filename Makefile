@@ -18,8 +18,9 @@ CODE := rollout_pool actors kernels benchmarks examples tests docs/hooks
 
 # The repository root must not be on sys.path: `kernels` is also the name of another package.
 export PYTHONSAFEPATH = 1
-# Threads that wait by spinning take the cores from each other as soon as anything else runs.
+# Threads that wait by spinning for long take the cores from each other as soon as anything else runs.
 export OMP_WAIT_POLICY ?= PASSIVE
+export GOMP_SPINCOUNT ?= 1000
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 

@@ -25,6 +25,7 @@ from rollout_pool.actors.rollout_actor import ActorInfo, RolloutActor
 from rollout_pool.config import PoolConfig
 from rollout_pool.errors import ConfigError
 from rollout_pool.logs import log_variables
+from rollout_pool.threads import WAITING
 
 logger = logging.getLogger(__name__)
 
@@ -162,13 +163,13 @@ def process_environment(threads: int, *, sees_gpus: bool) -> dict[str, str]:
     """The variables of a rank's process, which must be there before torch is imported.
 
     Otherwise Ray sets its own number of threads, and a fraction of a core counts as 1; and threads that wait
-    by spinning take the cores from each other on a busy machine. A rank on cores must not see a GPU:
-    Transformers shards onto whatever accelerator a process sees.
+    by spinning for long take the cores from each other on a busy machine (``docs/performance.md``). A rank on
+    cores must not see a GPU: Transformers shards onto whatever accelerator a process sees.
     """
     variables = {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
+        **WAITING,
     }
     return variables if sees_gpus else {**variables, "CUDA_VISIBLE_DEVICES": ""}
 

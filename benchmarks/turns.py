@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from threading import Timer
 from typing import Any
 
+from rollout_pool.threads import WAITING
+
 LIMIT_S = 900.0
 """A process that gives no answer for so long hangs, and is ended."""
 
@@ -35,7 +37,7 @@ class Contender:
         self.label = label
         self._start = f'{{"{mark}"'
         counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
-        environment = {**os.environ, **counts, "OMP_WAIT_POLICY": "PASSIVE"}
+        environment = {**os.environ, **counts, **WAITING}
         self._process = subprocess.Popen(
             [python, script, *options, "--threads", str(threads)],
             stdin=subprocess.PIPE,

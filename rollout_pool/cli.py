@@ -21,6 +21,7 @@ from rollout_pool.commands import (
     verify,
 )
 from rollout_pool.errors import ConfigError, InputFileError, OutputFileError, RequestError, RolloutPoolError
+from rollout_pool.threads import WAITING
 
 _MISTAKES = (ConfigError, InputFileError, OutputFileError, RequestError)
 _COMMANDS = {
@@ -40,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status. Errors are one line on standard error."""
     # Before torch is imported, here or in actors that inherit it: threads that wait by spinning take
     # the cores from each other as soon as anything else runs, and a step gets ten times slower.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for name, value in WAITING.items():
+        os.environ.setdefault(name, value)
     args = _parser().parse_args(argv)
     try:
         return int(_COMMANDS[args.command].run(args))
