@@ -20,6 +20,8 @@ from rollout_pool.kernels import ops
 
 VIEW_STEP = 16
 """Attention reads the cache up to a multiple of this many columns."""
+STRICT_VIEW_STEP = ops.ATTENTION_BLOCK
+"""The same where the bits of a row must not depend on how long the others are."""
 
 
 class DecodeStep:
@@ -140,9 +142,17 @@ class SlotStateLayer(LinearAttentionLayer):
 class SlotCache(Cache):
     """A Transformers cache of ``num_slots`` rows for decoding one token per row and step."""
 
-    def __init__(self, prefill: Cache, num_slots: int, length: int, is_aligned: bool = False) -> None:
+    def __init__(
+        self,
+        prefill: Cache,
+        num_slots: int,
+        length: int,
+        is_aligned: bool = False,
+        view_step: int = VIEW_STEP,
+    ) -> None:
         """prefill: the cache of any finished prefill; only shapes, dtypes and devices are taken."""
         self.is_aligned = is_aligned
+        self._view_step = view_step
         self._clock = _Stepping()
         self.length = length
         self._kv: dict[int, SlotKVLayer] = {}
@@ -180,7 +190,7 @@ class SlotCache(Cache):
             clock.step = DecodeStep(positions, front, column + 1, self.length)
             clock.first_position = 0 if by_mask else -clock.step.starts.view(-1, 1, 1, 1)
         else:
-            columns = min(self.length, -(-(column + 1) // VIEW_STEP) * VIEW_STEP)
+            columns = min(self.length, -(-(column + 1) // self._view_step) * self._view_step)
             write = positions if before is None else positions - before
             clock.step = DecodeStep(positions, write, columns, self.length)
             clock.first_position = 0 if before is None else before.view(-1, 1, 1, 1)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from rollout_pool.actors.graphs import GraphedStep, Recorder
-from rollout_pool.actors.kv_cache import SlotCache
+from rollout_pool.actors.kv_cache import STRICT_VIEW_STEP, VIEW_STEP, SlotCache
 from rollout_pool.actors.memory import prefix_cache_tokens
 from rollout_pool.actors.model_tensors import ModelTensors
 from rollout_pool.actors.prefix_cache import PrefixCache
@@ -46,14 +46,19 @@ class Worker:
 
     def __init__(self, served: ServedModel, config: EngineConfig) -> None:
         self.runner = served.runner
-        is_aligned = config.layout == "aligned"
-        self.cache = SlotCache(served.example, config.num_slots, served.memory_plan.slot_length, is_aligned)
+        is_aligned, is_strict = config.layout == "aligned", config.deterministic == "strict"
+        self.cache = SlotCache(
+            served.example,
+            config.num_slots,
+            served.memory_plan.slot_length,
+            is_aligned,
+            STRICT_VIEW_STEP if is_strict else VIEW_STEP,
+        )
         device = self.runner.device
         # A slot that is not live keeps harmless values: it writes column 0 of its own row.
         self.live = torch.zeros(config.num_slots, dtype=torch.int64, device=device)
         self.position = torch.zeros_like(self.live)  # column of the next write
         self.last_token = torch.zeros_like(self.live)
-        is_strict = config.deterministic == "strict"
         self.prefixes = SharedPrefixes(config.num_slots, device, apart=is_strict)
         whole_only = is_strict or not self.runner.goes_on
         self.recent = PrefixCache(self.runner, prefix_cache_tokens(config), whole_only)

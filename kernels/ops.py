@@ -16,6 +16,7 @@ import torch
 
 from rollout_pool.kernels import counter_hash, prefix_reference, reference, sampling_reference
 from rollout_pool.kernels.counter_hash import sample_key, vocabulary_hash
+from rollout_pool.kernels.prefix_reference import BLOCK as ATTENTION_BLOCK
 from rollout_pool.kernels.prefix_reference import PrefixRows, Prior
 from rollout_pool.kernels.reference import upload
 from rollout_pool.kernels.sampling_reference import SamplingRows
@@ -66,6 +67,7 @@ position_keys = _by_device(counter_hash.position_keys, "counter_hash_triton")
 sample_tokens = _by_device(sampling_reference.sample_tokens, "sampling_triton")
 
 __all__ = [
+    "ATTENTION_BLOCK",
     "PrefixRows",
     "Prior",
     "SamplingRows",

@@ -24,6 +24,12 @@ by the sum of its weights, and float32 ``[parts, rows, heads]``, the logarithm o
 where a row has no such cells."""
 
 
+BLOCK = 512
+"""Cells that are summed together. A math library splits a long sum by its length, so the bits of a row would
+depend on how many cells follow that it does not see; whole blocks of such cells add zero and change nothing.
+PyTorch's attention on CPUs has blocks of this size."""
+
+
 @dataclass(frozen=True)
 class PrefixRows:
     """Which rows see which prompt: those of the first group, then those of the second, ..."""
@@ -146,9 +152,36 @@ def attend(
         scores = torch.tanh(scores / softcap) * softcap
     if visible is not None:
         scores = scores.masked_fill_(~visible, torch.finfo(torch.float32).min)
-    lse = scores.logsumexp(dim=-1)
-    weights = torch.exp(scores.sub_(lse.unsqueeze(-1)))
-    return torch.matmul(weights.to(values.dtype), values), lse
+    weights = scores.sub_(top := scores.amax(dim=-1, keepdim=True)).exp_()
+    norm = sum_of_blocks(weights)
+    lse = norm.log().add_(top.squeeze(-1))
+    return weighted_by_blocks(weights.div_(norm.unsqueeze(-1)), values), lse
+
+
+def sum_of_blocks(weights: torch.Tensor) -> torch.Tensor:
+    """``weights.sum(dim=-1)``, block by block: see :data:`BLOCK`."""
+    total = weights[..., :BLOCK].sum(dim=-1)
+    for start in range(BLOCK, weights.shape[-1], BLOCK):
+        total = total + weights[..., start : start + BLOCK].sum(dim=-1)
+    return total
+
+
+def weighted_by_blocks(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """``weights @ values`` in the dtype of values, block by block: see :data:`BLOCK`.
+
+    weights: float32 ``[batch, heads, queries, cells]``. values: ``[batch, heads, cells, head_dim]``.
+    """
+    cells = values.shape[2]
+    parts = [
+        torch.matmul(
+            weights[..., start : start + BLOCK].to(values.dtype), values[:, :, start : start + BLOCK]
+        )
+        for start in range(0, cells, BLOCK)
+    ]
+    out = parts[0]
+    for part in parts[1:]:
+        out = out.float() + part
+    return out.to(values.dtype)
 
 
 def _together(

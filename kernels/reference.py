@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from rollout_pool.kernels.prefix_reference import Prior, attention_with_prior
+from rollout_pool.kernels.prefix_reference import Prior, attention_with_prior, weighted_by_blocks
 
 
 def expand_kv(
@@ -129,7 +129,7 @@ def decode_attention(
             query, keys, values, visible, prior, scaling=scaling, softcap=softcap, sinks=sinks
         )
     grouped = query.reshape(rows, kv_heads, heads // kv_heads, head_dim)
-    if softcap is None and sinks is None:
+    if softcap is None and sinks is None and head_dim == values.shape[3]:
         out = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=visible, scale=scaling)
         return out.reshape(rows, heads, 1, -1)
     scores = (
@@ -142,8 +142,9 @@ def decode_attention(
         weights = scores.softmax(dim=-1)
     else:
         sink = sinks.float().view(1, kv_heads, -1, 1).expand(rows, -1, -1, 1)
-        weights = torch.cat((scores, sink), dim=-1).softmax(dim=-1)[..., :-1]
-    return torch.matmul(weights.to(values.dtype), values).reshape(rows, heads, 1, -1)
+        # It comes first, since the place of a term in a sum may decide about the last bit.
+        weights = torch.cat((sink, scores), dim=-1).softmax(dim=-1)[..., 1:]
+    return weighted_by_blocks(weights, values).reshape(rows, heads, 1, -1)
 
 
 def visible_cells(

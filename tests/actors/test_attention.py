@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from rollout_pool import UnsupportedModelError
+from rollout_pool import Engine, EngineConfig, RolloutRequest, SamplingParams, UnsupportedModelError
 from rollout_pool.actors.attention import NAME, AttentionSwitch, row_attention, row_mask
+from rollout_pool.actors.kv_cache import STRICT_VIEW_STEP
+from rollout_pool.kernels import ops
 
 POSITIONS = torch.tensor([0, 3, 7, 9])
 
@@ -39,6 +42,57 @@ def test_cells_out_of_sight_do_not_count(options: dict[str, Any]) -> None:
         values[row, :, position + 1 :] = -1e4
     poisoned, _ = row_attention(torch.nn.Identity(), query, keys, values, mask, **options)
     torch.testing.assert_close(poisoned, clean, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "case", ["plain", "softcap", "sinks", "wider values", "shared", "shared, softcap", "window"]
+)
+def test_cells_that_follow_out_of_sight_change_no_bit_where_they_are_whole_blocks(
+    case: str, dtype: torch.dtype
+) -> None:
+    """What strict mode reads of the cache depends on the longest row; a library splits long sums."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    rows, slot, value_dim = 4, 1200, 48 if case == "wider values" else 32
+    query, keys, values = random(rows, 6, 1, 32), random(rows, 2, slot, 32), random(rows, 2, slot, value_dim)
+    options: dict[str, Any] = {"scaling": 32**-0.5, "softcap": 3.0 if "softcap" in case else None}
+    if case == "sinks":
+        options["sinks"] = random(6)
+    if "shared" in case:
+        options["prior"] = random(1, rows, 6, 32), random(1, rows, 6).float()
+    for length in (5, 300, 430, 512, 700, 1030):
+        column = torch.arange(slot)
+        seen = (column < length) & (column >= (length - 100 if case == "window" else 0))
+        views = [view for view in (512, 1024, slot) if view >= length]
+        found = [
+            ops.decode_attention(
+                query, keys[:, :, :view], values[:, :, :view],
+                visible=seen[:view].expand(rows, 1, 1, -1), **options,
+            )
+            for view in views
+        ]  # fmt: skip
+        assert all(torch.equal(one, found[0]) for one in found[1:]), length
+    assert STRICT_VIEW_STEP == 512
+
+
+@pytest.mark.filterwarnings("ignore:deterministic='strict'.*:RuntimeWarning")
+def test_strict_samples_do_not_depend_on_longer_ones(build: Any, small_config: Any) -> None:
+    """A sample of 470 tokens, alone and next to one that is past 1,000 all the while."""
+    model = build(LlamaConfig(**small_config(max_position_embeddings=1200)))
+    config = EngineConfig(num_slots=2, max_length=1150, deterministic="strict", prefix="expand")
+    short, long = ([7 + i % 90 for i in range(size)] for size in (20, 1000))
+    mine = RolloutRequest(short, SamplingParams(max_new_tokens=450, ignore_eos=True, seed=1), request_id="a")
+    other = RolloutRequest(long, SamplingParams(n=1, max_new_tokens=140, ignore_eos=True), request_id="b")
+    many = [dataclasses.replace(other, request_id=f"b{number}") for number in range(4)]
+    (alone,) = Engine(model, config).generate([mine])
+    beside = Engine(model, config).generate([mine, *many])[0]
+    for one, same in zip(beside.samples, alone.samples, strict=True):
+        assert one.token_ids.tolist() == same.token_ids.tolist()
+        assert one.logprobs.tobytes() == same.logprobs.tobytes()
 
 
 def test_scaling_is_the_models_or_one_over_the_root_of_the_head() -> None:
