@@ -12,7 +12,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from rollout_pool.actors.attention import AttentionSwitch
 from rollout_pool.actors.kv_cache import SlotCache
-from rollout_pool.actors.prefix import Prefix, row_of
+from rollout_pool.actors.prefix import Prefix, repeated, row_of
 from rollout_pool.actors.shared_prefixes import SharedStep
 from rollout_pool.actors.zero3 import Gather, Partitioned, full_shape, is_partitioned
 from rollout_pool.errors import UnsupportedModelError
@@ -98,22 +98,27 @@ class ModelRunner:
         self.num_prefills += 1
         return Prefix(cache, logits, length)
 
-    def prefill_together(self, prompts: Sequence[torch.Tensor]) -> list[Prefix]:
+    def prefill_together(self, prompts: Sequence[torch.Tensor], after: Prefix | None = None) -> list[Prefix]:
         """Compute several prompts in one forward, as each alone to rounding. Each int64 ``[tokens]``.
 
-        Shorter ones are filled up on the right, where no token of theirs looks.
+        Shorter ones are filled up on the right, where no token of theirs looks. after: what all of them begin
+        with, which is computed already.
         """
+        start = 0 if after is None else after.length
         lengths = [prompt.shape[0] for prompt in prompts]
-        ids = torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True)
-        positions = torch.arange(ids.shape[1], device=self.device).expand(len(prompts), -1)
-        cache = DynamicCache(config=self.model.config)
-        ends = sorted({length - 1 for length in lengths})
+        ids = torch.nn.utils.rnn.pad_sequence([prompt[start:] for prompt in prompts], batch_first=True)
+        positions = torch.arange(start, start + ids.shape[1], device=self.device).expand(len(prompts), -1)
+        cache = (
+            DynamicCache(config=self.model.config) if after is None else repeated(after.cache, len(prompts))
+        )
+        ends = sorted({length - 1 - start for length in lengths})
         logits = self._logits(ids, positions, cache, ops.upload(ends, self.device))
         place = {end: column for column, end in enumerate(ends)} if logits.shape[1] == len(ends) else {}
         self.num_prefills += len(prompts)
         found = []
         for row, length in enumerate(lengths):
-            last = logits[row : row + 1, place.get(length - 1, length - 1)].float()
+            end = length - 1 - start
+            last = logits[row : row + 1, place.get(end, end)].float()
             found.append(Prefix(row_of(cache, row, length), last, length))
         return found
 

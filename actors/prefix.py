@@ -45,6 +45,17 @@ def row_of(batch: Cache, row: int, length: int) -> Cache:
     return cache
 
 
+def repeated(whole: Cache, rows: int) -> Cache:
+    """A cache of one row as one of several; its tensors are views, and who goes on makes new ones."""
+    layers = [copy.copy(layer) for layer in whole.layers]
+    for layer in layers:
+        mine: Any = layer
+        mine.keys, mine.values = (one.expand(rows, -1, -1, -1) for one in (mine.keys, mine.values))
+    cache = copy.copy(whole)
+    cache.layers = layers
+    return cache
+
+
 def first_columns(whole: Cache, length: int) -> Cache:
     """A cache of the first ``length`` columns of another; its tensors are views."""
     layers = []

@@ -48,29 +48,68 @@ class PrefixCache:
         self._stored: OrderedDict[bytes, _Stored] = OrderedDict()  # the one used last is last
         self.num_tokens = 0
         """That are kept now."""
-        self._ahead: dict[bytes, Prefix] = {}
+        self._ahead: dict[bytes, tuple[Prefix, int]] = {}
+        """Prompts that have been computed together, and how many tokens of each had been before."""
 
     def compute_ahead(self, prompts: Sequence[TokenIds]) -> None:
         """Compute prompts together that :meth:`prefill` is about to be asked for, where that is faster.
 
-        That is where they are short, and begin like no other that is kept or among them: a product with few
-        rows takes nearly as long as one with many.
+        That is where they are short: a product with few rows takes nearly as long as one with many. What
+        several of them begin with is computed once, before. A prompt that has more in common with one that is
+        kept, or that will be, is left to go on from there.
         """
         self._ahead.clear()
         longest = 0 if self._whole_only else self._runner.longest_together
         if not longest:
             return
-        new: list[TokenIds] = []
-        for tokens in sorted((one for one in prompts if one.size <= longest), key=len):
-            is_known = tokens.tobytes() in self._stored or self._nearest(tokens)[0] is not None
-            keeps = self._capacity > 0
-            if not is_known and not (keeps and any(_num_shared(tokens, one) >= LEAST_SHARED for one in new)):
-                new.append(tokens)
-        for batch in batches([tokens.size for tokens in new]):
-            chosen = [new[index] for index in batch]
-            uploaded = [ops.upload(tokens, self._runner.device) for tokens in chosen]
-            for tokens, prefix in zip(chosen, self._runner.prefill_together(uploaded), strict=True):
-                self._ahead[tokens.tobytes()] = prefix
+        new = {tokens.tobytes(): tokens for tokens in prompts if tokens.size <= longest}
+        alike: dict[bytes, list[TokenIds]] = {}
+        for key, tokens in new.items():
+            if key not in self._stored:
+                alike.setdefault(tokens[:LEAST_SHARED].tobytes(), []).append(tokens)
+        others: list[TokenIds] = []
+        for group in alike.values():
+            common = _common(group)
+            if len(group) > 1 and common >= LEAST_SHARED:
+                self._compute_together(group, common)
+            else:
+                others += group
+        self._compute_together(others, 0)
+
+    def _compute_together(self, prompts: Sequence[TokenIds], common: int) -> None:
+        """Compute prompts in few forwards, after ``common`` tokens that all of them begin with.
+
+        Those are left out that another one will spare more.
+        """
+        chosen: list[TokenIds] = []
+        for tokens in sorted(prompts, key=len):
+            found, length = self._nearest(tokens, tokens.size - 1)
+            is_near = found is not None and length >= common + LEAST_SHARED
+            will_be_near = self._capacity > 0 and any(
+                _num_shared(tokens, one) >= common + LEAST_SHARED for one in chosen
+            )
+            if not is_near and not will_be_near:
+                chosen.append(tokens)
+        found_batches = batches([tokens.size - common for tokens in chosen])
+        if not found_batches:
+            return
+        after, num_before = self._begin(chosen[0][:common]) if common else (None, 0)
+        for batch in found_batches:
+            members = [chosen[index] for index in batch]
+            uploaded = [ops.upload(tokens, self._runner.device) for tokens in members]
+            for tokens, prefix in zip(members, self._runner.prefill_together(uploaded, after), strict=True):
+                self._ahead[tokens.tobytes()] = prefix, num_before
+                num_before = common  # the first paid for all
+
+    def _begin(self, tokens: TokenIds) -> tuple[Prefix, int]:
+        """What several prompts begin with, computed, and how many tokens of it had been before."""
+        found, length = self._nearest(tokens, tokens.size)
+        if found is None:
+            return self._runner.prefill(ops.upload(tokens, self._runner.device)), 0
+        before = beginning(self._stored[found].prefix, length)
+        if length < tokens.size:
+            before = self._runner.prefill(ops.upload(tokens, self._runner.device), before)
+        return before, length
 
     def prefill(self, tokens: TokenIds, keep: bool = True) -> tuple[Prefix, int]:
         """Compute a prompt; returns it and how many of its tokens were computed before.
@@ -81,13 +120,15 @@ class PrefixCache:
         if (same := self._stored.get(key)) is not None:
             self._stored.move_to_end(key)
             return same.prefix, tokens.size
-        prefix, before = self._ahead.pop(key, None), None
-        if prefix is None:
+        if key in self._ahead:
+            prefix, num_reused = self._ahead.pop(key)
+        else:
             before = self._beginning_of(tokens)
             prefix = self._runner.prefill(ops.upload(tokens, self._runner.device), before)
+            num_reused = 0 if before is None else before.length
         if keep and tokens.size <= self._capacity:
             self._keep(key, _Stored(tokens, prefix))
-        return prefix, 0 if before is None else before.length
+        return prefix, num_reused
 
     def clear(self) -> None:
         """Forget all prompts."""
@@ -104,17 +145,17 @@ class PrefixCache:
 
     def _beginning_of(self, tokens: TokenIds) -> Prefix | None:
         """The longest beginning that is kept, at least one token short of the whole."""
-        found, length = self._nearest(tokens)
+        found, length = self._nearest(tokens, tokens.size - 1)
         if found is None:
             return None
         self._stored.move_to_end(found)
         return beginning(self._stored[found].prefix, length)
 
-    def _nearest(self, tokens: TokenIds) -> tuple[bytes | None, int]:
-        """Who of those that are kept has the longest beginning in common with a prompt, and its length."""
+    def _nearest(self, tokens: TokenIds, most: int) -> tuple[bytes | None, int]:
+        """Who of those that are kept has the longest beginning in common with these, and its length."""
         found, length = None, LEAST_SHARED - 1
         for key, stored in () if self._whole_only else self._stored.items():
-            shared = min(_num_shared(stored.tokens, tokens), tokens.size - 1)
+            shared = min(_num_shared(stored.tokens, tokens), most)
             if shared > length and is_cuttable(stored.prefix, shared):
                 found, length = key, shared
         return found, length
@@ -160,6 +201,12 @@ def beginning(prefix: Prefix, length: int) -> Prefix:
     It shares tensors with the prompt's own cache: a layer that goes on makes new ones.
     """
     return replace(prefix, cache=first_columns(prefix.cache, length), length=length)
+
+
+def _common(prompts: Sequence[TokenIds]) -> int:
+    """Tokens that all of these begin with, at least one token short of each."""
+    shared = min(_num_shared(prompts[0], one) for one in prompts)
+    return min(shared, min(one.size for one in prompts) - 1)
 
 
 def _num_shared(one: TokenIds, other: TokenIds) -> int:

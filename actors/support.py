@@ -136,7 +136,7 @@ def _measure(runner: ModelRunner, is_aligned: bool, shares: bool) -> tuple[float
     for prefix, reference in zip(prefixes, expected, strict=True):
         worst = max(worst, _relative(prefix.logits[0], reference[prefix.length - 1]))
     runner.goes_on = _goes_on(runner, texts[1], prefixes[1], expected[1])
-    runner.longest_together = _longest_together(runner, texts, prefixes)
+    runner.longest_together = _longest_together(runner, texts, prefixes, expected)
     if shares:
         runner.no_sharing = _why_not_shared(runner, texts, prefixes, expected)
     return worst, prefixes[0]
@@ -168,17 +168,27 @@ def _goes_on(runner: ModelRunner, text: torch.Tensor, prefix: Prefix, expected: 
     return _relative(again.logits[0], expected[-1]) <= TOLERANCES[runner.model.dtype == torch.float32]
 
 
-def _longest_together(runner: ModelRunner, texts: list[torch.Tensor], prefixes: list[Prefix]) -> int:
-    """Up to which length prompts may be computed in one forward, since they come out as if alone."""
+def _longest_together(
+    runner: ModelRunner, texts: list[torch.Tensor], prefixes: list[Prefix], expected: list[torch.Tensor]
+) -> int:
+    """Up to which length prompts may be computed in one forward, since they come out as if alone.
+
+    From their beginnings on, and after one that they have in common.
+    """
     longest = longest_row(prefixes[0].cache)
     if runner.needs_mask or longest < max(_TRIAL_LENGTHS):
         return 0
     prompts = [text[: prefix.length] for text, prefix in zip(texts, prefixes, strict=True)]
+    text, size = texts[1], prefixes[1].length
+    parts = [text[:size], text[: size - 1]]
     try:
         found = runner.prefill_together(prompts)
+        again = runner.prefill_together(parts, beginning(prefixes[1], size // 2)) if runner.goes_on else []
     except Exception:  # some models only know one row, or one length; prompts are computed one by one then
         return 0
-    worst = max(_relative(one.logits, other.logits) for one, other in zip(found, prefixes, strict=True))
+    pairs = [(one.logits[0], other.logits[0]) for one, other in zip(found, prefixes, strict=True)]
+    pairs += [(one.logits[0], expected[1][one.length - 1]) for one in again]
+    worst = max(_relative(got, wanted) for got, wanted in pairs)
     return longest if worst <= TOLERANCES[runner.model.dtype == torch.float32] else 0
 
 

@@ -74,18 +74,41 @@ def test_every_prompt_is_kept_alone(llama: Any, prompts_of: Any, forwards: Any) 
         assert layer.keys.untyped_storage().nbytes() == layer.keys.nbytes
 
 
-def test_prompts_that_begin_alike_are_computed_from_there_on(
-    llama: Any, prompts_of: Any, forwards: Any
+@pytest.mark.parametrize("kept", [None, 0])
+def test_what_prompts_begin_with_is_computed_once(
+    kept: int | None, llama: Any, prompts_of: Any, hf_greedy: Any, forwards: Any
 ) -> None:
-    (head,) = prompts_of([20])
-    prompts = [head + tail for tail in prompts_of([3, 4, 5, 6], seed=8)]
-    engine = Engine(llama, EngineConfig(num_slots=8, max_length=64))
-    engine.generate(prompts, GREEDY)
-    assert engine.stats().prefill_tokens_reused == 3 * len(head)
-    without = Engine(llama, EngineConfig(num_slots=8, max_length=64, prefix_cache_tokens=0))
+    (head,), (other,) = prompts_of([20]), prompts_of([19], seed=3)
+    tails = prompts_of([3, 4, 5, 6], seed=8)
+    prompts = [*(head + tail for tail in tails), [*other, 5, 6], [*other, 7, 6], *prompts_of([22], seed=4)]
+    expected = [hf_greedy(llama, prompt, 10) for prompt in prompts]
+    engine = Engine(llama, EngineConfig(num_slots=8, max_length=64, prefix_cache_tokens=kept))
     shapes = forwards(llama)
-    without.generate(prompts, GREEDY)
-    assert shapes == [(4, 26)]
+    groups = engine.generate(prompts, GREEDY)
+    assert tokens(groups) == expected
+    assert sorted(shapes) == [(1, 19), (1, 20), (1, 22), (2, 2), (2, 4), (2, 6)]
+    stats = engine.stats()
+    assert stats.prefill_tokens_reused == 3 * 20 + 19
+    assert stats.prefill_tokens + stats.prefill_tokens_reused == sum(map(len, prompts))
+    assert [group.timing.prefill_tokens for group in groups] == [23, 4, 5, 6, 21, 2, 22]
+    # In the next call the beginning is there, if anything was kept.
+    more = [head + tail for tail in prompts_of([4, 5], seed=9)]
+    expected = [hf_greedy(llama, prompt, 10) for prompt in more]
+    del shapes[:]
+    assert tokens(engine.generate(more, GREEDY)) == expected
+    assert shapes == ([(2, 5)] if kept is None else [(1, 20), (2, 5)])
+
+
+def test_prompts_go_on_from_the_nearest_that_is_kept(llama: Any, prompts_of: Any, forwards: Any) -> None:
+    """The turns of two conversations that begin with the same system prompt."""
+    (head,), turns = prompts_of([20]), prompts_of([30, 30], seed=5)
+    first = [head + turn for turn in turns]
+    second = [[*one, 9, 8, 7] for one in first]
+    engine = Engine(llama, EngineConfig(num_slots=8, max_length=96, prefix_cache_tokens=500))
+    shapes = forwards(llama)
+    engine.generate(first, GREEDY)
+    engine.generate(second, GREEDY)
+    assert shapes == [(1, 20), (2, 30), (1, 3), (1, 3)]
 
 
 def test_strict_engines_compute_every_prompt_alone(llama: Any, prompts_of: Any, forwards: Any) -> None:
