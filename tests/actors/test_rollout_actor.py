@@ -88,6 +88,9 @@ def test_progress_tells_a_thread_that_hangs_from_one_that_works_or_waits(tiny_mo
         await asyncio.wrap_future(hanging)
         group = await served.run(requests(["x"], SamplingParams(max_new_tokens=5, ignore_eos=True))[0])
         assert group.error is None
+        async with asyncio.timeout(30):  # a group comes within its last step
+            while (await served.progress()).is_busy:
+                await asyncio.sleep(0.01)
         # The command, the submission, a prefill and at least four more steps.
         assert (await served.progress()).steps >= idle.steps + 7
         await served.shutdown()
