@@ -44,7 +44,7 @@ RAY_USERS = (
     "cli",
     "commands",
 )
-FOUNDATION = ("types", "config", "errors", "requests", "logs")
+FOUNDATION = ("types", "config", "errors", "requests", "logs", "threads")
 OTHER_TRAINERS = ("deepspeed", "trl", "verl", "tensordict", "datasets", "accelerate")
 PUBLIC = {
     "ActorLostError",
