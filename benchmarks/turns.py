@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from threading import Timer
 from typing import Any
 
@@ -55,8 +56,13 @@ class Contender:
         self._process.stdin.flush()
         return self._answer()
 
-    def close(self) -> None:
-        """End the process."""
+    def close(self, patience: float = 0.0) -> None:
+        """End the process, which gets so many seconds to end by itself."""
+        if patience:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(patience)
         self._process.kill()
         self._process.wait()
 

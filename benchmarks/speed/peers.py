@@ -25,6 +25,8 @@ class Entry:
     """Of more rows it is known to be slower, so they are not tried."""
     needs_deepspeed: bool = False
     is_ours: bool = False
+    uses_ray: bool = False
+    """It is started anew for every round: the processes of a cluster are never quite idle."""
 
     def rows(self, work: Work) -> list[int]:
         """The numbers of rows to try."""
@@ -43,14 +45,22 @@ PEERS = {
     "generate_batch": Entry(
         "Transformers `generate_batch`", "hf_peers:generate_batch", tries=(1, 2), most=64
     ),
-    "pool": Entry("ours: a pool of one actor", "our_peers:pool_of_one", is_ours=True),
+    "pool": Entry("ours: a pool of one actor", "our_peers:pool_of_one", is_ours=True, uses_ray=True),
     "pool of two": Entry(
-        "ours: a pool of two actors, half the threads each", "our_peers:pool_of_two", is_ours=True
+        "ours: a pool of two actors, half the threads each",
+        "our_peers:pool_of_two",
+        is_ours=True,
+        uses_ray=True,
     ),
     "split engines": Entry(
-        "ours, split beforehand among processes", "split_peers:split_engines", is_ours=True
+        "ours, split beforehand among processes",
+        "split_peers:split_engines",
+        is_ours=True,
+        uses_ray=True,
     ),
-    "split generate": Entry("Ray, `generate` per core, split beforehand", "split_peers:split_generate"),
+    "split generate": Entry(
+        "Ray, `generate` per core, split beforehand", "split_peers:split_generate", uses_ray=True
+    ),
     "deepspeed": Entry("DeepSpeed, default", "deepspeed_peers:default", tries=(1, 2), needs_deepspeed=True),
     "deepspeed shared prefill": Entry(
         "DeepSpeed, shared prefill", "deepspeed_peers:shared_prefill", needs_deepspeed=True

@@ -26,21 +26,28 @@ class Runner:
         self.name, self.rows, self.work = name, rows, work
         self.rounds: list[dict[str, Any]] = []
         self.unavailable: str | None = None
+        self.cold_start_s = 0.0
+        self._file = file
         self._process: Contender | None = None
-        python = str(DEEPSPEED_PYTHON) if PEERS[name].needs_deepspeed else sys.executable
+        if not PEERS[name].uses_ray:
+            self._start()
+
+    def _start(self) -> None:
+        """Load it, and warm it up."""
+        python = str(DEEPSPEED_PYTHON) if PEERS[self.name].needs_deepspeed else sys.executable
         if not Path(python).exists():
             self.unavailable = "its environment is not there: make .venv-deepspeed/.ready"
             return
         begin = time.perf_counter()
-        options = [name, "--work", str(file), "--rows", str(rows)]
+        options = [self.name, "--work", str(self._file), "--rows", str(self.rows)]
         try:
             self._process = Contender(
-                self.label, SCRIPT, options, work.threads, mark="peer", is_quiet=True, python=python
+                self.label, SCRIPT, options, self.work.threads, mark="peer", is_quiet=True, python=python
             )
         except SystemExit as end:
             self._look({"unavailable": str(end)})
             return
-        self.cold_start_s = time.perf_counter() - begin
+        self.cold_start_s = self.cold_start_s or time.perf_counter() - begin
         self._look(self._process.first_answer)
 
     @property
@@ -59,6 +66,8 @@ class Runner:
 
     def run(self) -> None:
         """One round. Raises SystemExit when it made another number of samples, or of tokens, than asked."""
+        if self._process is None and self.unavailable is None and PEERS[self.name].uses_ray:
+            self._start()
         if self._process is None:
             return
         try:
@@ -66,6 +75,8 @@ class Runner:
         except (SystemExit, BrokenPipeError) as end:
             answer = {"unavailable": str(end)}
         self._look(answer)
+        if PEERS[self.name].uses_ray:
+            self.close()
         if self.unavailable is not None:
             return
         work = self.work
@@ -81,7 +92,7 @@ class Runner:
 
     def close(self) -> None:
         if self._process is not None:
-            self._process.close()
+            self._process.close(30.0 if PEERS[self.name].uses_ray else 0.0)  # with all of its cluster
             self._process = None
 
     def _look(self, answer: dict[str, Any]) -> None:
