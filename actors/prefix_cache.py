@@ -103,13 +103,11 @@ class PrefixCache:
 
     def _begin(self, tokens: TokenIds) -> tuple[Prefix, int]:
         """What several prompts begin with, computed, and how many tokens of it had been before."""
-        found, length = self._nearest(tokens, tokens.size)
-        if found is None:
-            return self._runner.prefill(ops.upload(tokens, self._runner.device)), 0
-        before = beginning(self._stored[found].prefix, length)
-        if length < tokens.size:
+        before = self._beginning_of(tokens, tokens.size)
+        num_before = 0 if before is None else before.length
+        if before is None or num_before < tokens.size:
             before = self._runner.prefill(ops.upload(tokens, self._runner.device), before)
-        return before, length
+        return before, num_before
 
     def prefill(self, tokens: TokenIds, keep: bool = True) -> tuple[Prefix, int]:
         """Compute a prompt; returns it and how many of its tokens were computed before.
@@ -123,7 +121,7 @@ class PrefixCache:
         if key in self._ahead:
             prefix, num_reused = self._ahead.pop(key)
         else:
-            before = self._beginning_of(tokens)
+            before = self._beginning_of(tokens, tokens.size - 1)
             prefix = self._runner.prefill(ops.upload(tokens, self._runner.device), before)
             num_reused = 0 if before is None else before.length
         if keep and tokens.size <= self._capacity:
@@ -143,9 +141,9 @@ class PrefixCache:
             _, oldest = self._stored.popitem(last=False)
             self.num_tokens -= oldest.tokens.size
 
-    def _beginning_of(self, tokens: TokenIds) -> Prefix | None:
-        """The longest beginning that is kept, at least one token short of the whole."""
-        found, length = self._nearest(tokens, tokens.size - 1)
+    def _beginning_of(self, tokens: TokenIds, most: int) -> Prefix | None:
+        """The longest beginning that is kept, of at most so many tokens."""
+        found, length = self._nearest(tokens, most)
         if found is None:
             return None
         self._stored.move_to_end(found)
