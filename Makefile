@@ -36,7 +36,7 @@ help:
 	@echo "make check        ruff, ruff format, mypy --strict"
 	@echo "make format       let ruff fix and format the code"
 	@echo "make docs         the documentation site, into site/"
-	@echo "make bench        speed side by side with other ways to roll out (half an hour)"
+	@echo "make bench        speed side by side with other ways to roll out (most of an hour)"
 	@echo "make bench-quick  the same in minutes, beside generate alone (docs/performance.md)"
 	@echo "make bench-full   the same with every peer, DeepSpeed's in .venv-deepspeed (hours)"
 	@echo "make breakdown    where the time of a decode step goes, with a trace for Perfetto (minutes)"
