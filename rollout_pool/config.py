@@ -169,6 +169,9 @@ class PoolConfig(StrictModel):
     out but drawn anew, at most ``max_replays`` times. None: no bound. A call may ask for another."""
     max_queued_groups: int = Field(default=1_000_000, ge=1)
     """Groups that may wait for an actor, of all callers together."""
+    min_part_samples: int | None = Field(default=16, ge=1)
+    """When more actors are idle than groups wait, a group goes to several, in parts of so many samples
+    or more. Samples stay the same; each part computes the prompt. None: every group goes to one actor."""
     stream_window: int = Field(default=64, ge=1)
     """Finished groups of one stream that may wait to be taken; then no more of its groups start."""
     weight_transport: Literal["object_store", "gloo", "nccl"] = "object_store"

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollout_pool.length_estimates import LengthEstimates
+from rollout_pool.parts import with_samples
 from rollout_pool.requests import failed_group
 from rollout_pool.routing import CallKey, GroupWork
-from rollout_pool.types import CANCELLED, ResolvedRequest, RolloutGroup
+from rollout_pool.types import CANCELLED, ResolvedRequest, RolloutGroup, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,10 @@ class Job:
     """Whether it is to come back with what it has."""
     num_losses: int = 0
     num_restarts: int = 0
+    kept: tuple[Sample, ...] = ()
+    """What parts of it made whose sibling's actor was lost."""
+    kept_version: int = 0
+    """Of the weights that it was made with."""
 
     @property
     def ticket(self) -> int:
@@ -46,10 +51,12 @@ class Job:
         """What a log says it is about."""
         return {"request_id": self.request.request_id, "group": self.ticket, "attempt": self.attempt}
 
-    def for_engine(self) -> ResolvedRequest:
-        """What goes to an actor: named by the ticket, because two calls may use the same request id,
-        and without metadata, which is the caller's and may need the caller's modules to unpickle."""
-        return dataclasses.replace(self.request, request_id=self.ticket, metadata=None)
+    def for_engine(self, version: int) -> ResolvedRequest:
+        """What goes to actors with weights of ``version``: named by the ticket, because two calls may use the
+        same request id, and without metadata, which is the caller's and may need the caller's modules to
+        unpickle."""
+        request = dataclasses.replace(self.request, request_id=self.ticket, metadata=None)
+        return with_samples(request, self.kept if version == self.kept_version else ())
 
 
 class Ledger:

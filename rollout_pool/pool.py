@@ -1,4 +1,4 @@
-"""The pool: a Ray actor that holds the queue and hands whole groups to rollout actors.
+"""The pool: a Ray actor that holds the queue and hands groups to rollout actors.
 
 A driver starts one by :class:`rollout_pool.launch.RolloutPool`.
 """
@@ -78,7 +78,9 @@ class PoolActor:
             joining=lambda *arguments: self._sync.joining(*arguments),
         )
         members, lose = self._crew.members, self._crew.lose
-        self._dispatcher = Dispatcher(self._ledger, self._tasks, members, lose, self._present_version)
+        self._dispatcher = Dispatcher(
+            self._ledger, self._tasks, members, lose, self._present_version, config.min_part_samples
+        )
         self._calls = Calls(config, self._dispatcher, self._ledger, self._present_version, past.first_call)
         self._callers = Callers(self._tasks)
         self._sync = WeightSync(

@@ -36,6 +36,10 @@ class Room:
         """Nothing more goes there, until its next update."""
         self._places.pop(actor, None)
 
+    def idle(self) -> list[str]:
+        """The actors that have nothing to do. Looks at all of them."""
+        return [actor for _, outstanding, actor in self._places.values() if not outstanding]
+
     def least_loaded(self) -> str | None:
         """The actor that gets the next group. None: all are full."""
         while self._heap and self._places.get(self._heap[0][2]) != self._heap[0]:

@@ -1,7 +1,7 @@
 """Which group runs next, and where: plain records and pure functions, without Ray.
 
 The policy is for throughput. Groups of a call go out longest expected first, so that the last ones
-to start are short; each goes whole to the actor with the fewest tokens left, and only while that
+to start are short; each goes to the actor with the fewest tokens left, and only while that
 actor has less than a batch of samples plus a small lookahead, so that what waits stays free to
 go elsewhere. Between callers, and between the calls of one, the next group comes from whoever has
 been given the fewest tokens.

@@ -3,7 +3,7 @@
     {"event": "run", "time", "model", "tokenizer", "layout", "num_slots", "num_prompts", "num_kept", ...}
     {"event": "actors", "time", "actors": [{"name", "device", "threads"}, ...]}
     {"event": "group", "time", "index", "actor", "error", "queue_s", "prefill_tokens",
-     "stays": [[sample_index, slot, start, ready, end], ...]}
+     "stays": [[sample_index, slot, start, ready, end], ...]}; with a sixth, "actor", where it is another
     {"event": "stats", "time", "returned", "failed", "replayed", ..., "actors": [name, ...],
      "engines": {"new_tokens", ...}}
     {"event": "end", "time"}
@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from rollout_pool.errors import OutputFileError
 from rollout_pool.run_config import RunConfig
-from rollout_pool.types import PoolStats, RolloutGroup
+from rollout_pool.types import PoolStats, RolloutGroup, Stay
 
 Event = dict[str, Any]
 
@@ -85,10 +85,7 @@ class TraceFile:
             error=group.error,
             queue_s=round(timing.queue_s, 4),
             prefill_tokens=timing.prefill_tokens,
-            stays=[
-                [stay.sample_index, stay.slot, *(round(at, 4) for at in (stay.start, stay.ready, stay.end))]
-                for stay in timing.stays
-            ],
+            stays=[_row(stay, timing.actor) for stay in timing.stays],
         )
 
     def add_stats(self, stats: PoolStats) -> None:
@@ -140,3 +137,10 @@ def read_trace(path: str | Path) -> Iterator[Event]:
                 continue
             if isinstance(event, dict) and "event" in event:
                 yield event
+
+
+def _row(stay: Stay, actor: str) -> list[Any]:
+    """A stay as it is written; with its actor where that is not the group's."""
+    times = [round(at, 4) for at in (stay.start, stay.ready, stay.end)]
+    elsewhere = [stay.actor] if stay.actor not in ("", actor) else []
+    return [stay.sample_index, stay.slot, *times, *elsewhere]

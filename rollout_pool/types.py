@@ -194,6 +194,8 @@ class Stay:
     """From here on it decodes."""
     end: float
     """When the host learned that it was over, or moved it."""
+    actor: str = ""
+    """Which rollout actor's slot; empty where it is that of the group's :class:`Timing`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +207,7 @@ class Timing:
     prefill_tokens: int = 0
     """Prompt tokens really computed for this group."""
     actor: str = ""
-    """Which rollout actor served it; empty without a pool."""
+    """Which rollout actor served it, or its first part; empty without a pool."""
     stays: tuple[Stay, ...] = ()
     """Which slots its samples sat in, and when, in the order in which they left."""
 

@@ -121,9 +121,10 @@ def _place(timeline: Timeline, session: Session, numbers: dict[str, int]) -> Non
             text = f"prompt {group['index']}: {group['error']}"
             timeline.incidents.append((_at(group["time"], shift), "failed", text))
         timeline.prefill_tokens[group["index"]] = group["prefill_tokens"]
-        for sample, slot, *times in group["stays"]:
-            where = [number_of(group["actor"]), group["index"], sample, slot]
-            timeline.stays.append([*where, *(_at(time, shift) for time in times)])
+        for sample, slot, start, ready, end, *elsewhere in group["stays"]:
+            actor = elsewhere[0] if elsewhere else group["actor"]
+            times = [_at(time, shift) for time in (start, ready, end)]
+            timeline.stays.append([number_of(actor), group["index"], sample, slot, *times])
     _count(timeline, session, shift)
 
 

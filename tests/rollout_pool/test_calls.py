@@ -64,8 +64,12 @@ class Handle:
         old = [int(sample.token_versions.min()) for sample in request.resume]
         if first is not None:
             first = min([first, *old])
-        count = 0 if first is None else request.sampling.n
-        samples = [sample(number, first, self._versions[-1], reason) for number in range(count)]
+        count, offset = 0 if first is None else request.sampling.n, request.sample_offset
+        kept = {one.sample_index: one for one in request.resume if one.finish_reason != "aborted"}
+        samples = [
+            kept.get(number) or sample(number, first, self._versions[-1], reason)
+            for number in range(offset, offset + count)
+        ]
         future.set_result(
             RolloutGroup(
                 request.request_id, request.index, np.array([1]), samples, error, sampling=request.sampling
@@ -88,12 +92,11 @@ class Bench:
         self.tasks = TaskSet(self.errors.append)
         self.members: dict[str, Any] = {}
         self.num_slots = num_slots
+        present, settings = lambda: self.versions[-1], PoolConfig(model="none", **config)
         self.dispatcher = Dispatcher(
-            self.ledger, self.tasks, self.members, self.lose, lambda: self.versions[-1]
+            self.ledger, self.tasks, self.members, self.lose, present, settings.min_part_samples
         )
-        self.calls = Calls(
-            PoolConfig(model="none", **config), self.dispatcher, self.ledger, lambda: self.versions[-1]
-        )
+        self.calls = Calls(settings, self.dispatcher, self.ledger, present)
         self.names = iter(range(1000))
         for _ in range(num_actors):
             self.add()
@@ -441,6 +444,99 @@ def test_what_new_weights_are_in_the_way_of_runs_again_unless_it_has_begun_or_is
     run(test)
 
 
+def indexes(request: ResolvedRequest) -> list[int]:
+    return list(range(request.sample_offset, request.sample_offset + request.sampling.n))
+
+
+def test_a_group_that_nothing_waits_behind_goes_to_all_who_are_idle() -> None:
+    async def test() -> None:
+        bench = Bench(num_actors=3, num_slots=8, min_part_samples=2)
+        call = bench.open()
+        groups = asyncio.ensure_future(call.all())
+        await bench.submit(call, [RolloutRequest([1])], n=6)
+        handles = [member.handle for member in bench.members.values()]
+        assert sorted(indexes(handle.running[0][0]) for handle in handles) == [[0, 1], [2, 3], [4, 5]]
+        for handle in handles:
+            assert not groups.done()
+            handle.end(0)
+            await bench.settled()
+        (group,) = await groups
+        assert [one.sample_index for one in group.samples] == list(range(6))
+        assert bench.counts == (1, 1, 0, 0, 0)
+        assert all(member.load.outstanding_samples == 0 for member in bench.members.values())
+
+        two = bench.open()
+        await bench.submit(two, [RolloutRequest([1]), RolloutRequest([2])], n=6)
+        sizes = [[len(indexes(one)) for one, _ in handle.running.values()] for handle in handles]
+        assert sorted(sizes) == [[3], [3], [6]]  # an actor for each, and the one that is left for the last
+
+    run(test)
+
+
+def test_of_a_group_that_lost_a_part_the_others_are_kept_while_the_weights_are_the_same() -> None:
+    async def lose_one_of_two(bench: Bench) -> list[list[int]]:
+        """The samples that are drawn before the loss of their actor's sibling, and those drawn after."""
+        call = bench.open()
+        await bench.submit(call, [RolloutRequest([1])], n=4)
+        ticket = call.jobs[0].ticket
+        first, second = (member.handle for member in bench.members.values() if member.handle.running)
+        kept = indexes(first.running[ticket][0])
+        first.end(ticket)
+        second.lose()
+        await bench.settled()
+        (resumed,) = [
+            [one.sample_index for one in handle.running[ticket][0].resume]
+            for handle in {id(m.handle): m.handle for m in bench.members.values()}.values()
+            if ticket in handle.running and handle.running[ticket][0].resume
+        ] or [[]]
+        bench.calls.close(call)
+        await bench.settled()
+        return [kept, resumed]
+
+    async def test() -> None:
+        kept, resumed = await lose_one_of_two(Bench(num_actors=2, min_part_samples=2))
+        assert kept == resumed
+        assert len(kept) == 2
+
+    run(test)
+
+
+def test_kept_parts_are_dropped_with_the_weights_that_drew_them() -> None:
+    async def test() -> None:
+        bench = Bench(num_actors=2, min_part_samples=2)
+        call = bench.open()
+        await bench.submit(call, [RolloutRequest([1])], n=4)
+        first, second = (member.handle for member in bench.members.values())
+        first.end(0)
+        bench.sync()
+        second.lose()
+        await bench.settled()
+        running = [handle.running[0][0] for handle in (m.handle for m in bench.members.values())]
+        assert [request.resume for request in running] == [(), ()]
+        bench.calls.close(call)
+
+    run(test)
+
+
+def test_both_parts_of_a_cancelled_group_come_back_with_what_they_have() -> None:
+    async def test() -> None:
+        bench = Bench(num_actors=2, min_part_samples=2)
+        call = bench.open()
+        groups = asyncio.ensure_future(call.all())
+        await bench.submit(call, [RolloutRequest([1], request_id="name")], n=4)
+        for member in bench.members.values():
+            member.handle.begin(0)
+        assert bench.calls.cancel("name", None, None) == 1
+        (group,) = await groups
+        assert group.is_cancelled
+        assert [(one.sample_index, one.finish_reason) for one in group.samples] == [
+            (number, "aborted") for number in range(4)
+        ]
+        assert bench.counts == (1, 0, 0, 1, 0)
+
+    run(test)
+
+
 EVENTS = [
     "open",
     "open",
@@ -494,6 +590,7 @@ class Consumer:
     def take(self, group: RolloutGroup) -> None:
         limit, first = self.terms.get("max_staleness"), oldest(group)
         assert limit is None or first is None or first >= self.bench.versions[-1] - limit
+        assert group.error is not None or [one.sample_index for one in group.samples] == [0, 1]
         self.got.append(group)
 
     def check(self) -> None:
@@ -510,10 +607,14 @@ class Consumer:
 
 
 @settings(deadline=None, max_examples=150)
-@given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 99)), max_size=60))
-def test_every_group_is_accounted_for_after_every_event_and_comes_once(events: list[tuple[str, int]]) -> None:
+@given(
+    st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 99)), max_size=60), st.sampled_from([None, 1])
+)
+def test_every_group_is_accounted_for_after_every_event_and_comes_once(
+    events: list[tuple[str, int]], least: int | None
+) -> None:
     async def test() -> None:
-        bench = Bench(num_actors=2, num_slots=2, stream_window=2)
+        bench = Bench(num_actors=2, num_slots=2, stream_window=2, min_part_samples=least)
         callers: list[Consumer] = []
         for event, number in events:
             running = sorted(bench.running)

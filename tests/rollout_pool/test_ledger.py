@@ -35,7 +35,7 @@ def open_one(ledger: Ledger, prompt: RolloutRequest | list[int]) -> Job:
 
 def served(job: Job) -> RolloutGroup:
     """What an engine returns for a job: under the ticket, without metadata."""
-    asked = job.for_engine()
+    asked = job.for_engine(version=0)
     return RolloutGroup(asked.request_id, asked.index, np.array([1]), [], None, asked.metadata)
 
 
@@ -54,7 +54,7 @@ def test_accounts_balance_after_every_event_and_each_job_settles_once(events: li
         elif event == "send":
             ledger.send(job)
         elif event in ("finish", "finish_failed"):
-            group = served(job) if event == "finish" else failed_group(job.for_engine(), "bad")
+            group = served(job) if event == "finish" else failed_group(job.for_engine(version=0), "bad")
             is_asked = ledger.is_open(job) and job.group is None
             assert ledger.finish(job, job.attempt, group) == is_asked
         elif event == "fail":
@@ -81,7 +81,7 @@ def test_group_comes_back_under_the_callers_names_with_the_callers_metadata() ->
     ledger = Ledger(max_replays=0)
     open_one(ledger, [1])
     job = open_one(ledger, RolloutRequest([1], request_id="mine", metadata=metadata))
-    asked = job.for_engine()
+    asked = job.for_engine(version=0)
     assert (asked.request_id, asked.metadata, asked.identity) == (1, None, "name:mine")
     assert ledger.finish(job, ledger.send(job), served(job))
     assert (ledger.returned, ledger.in_flight) == (0, 2)  # its caller has not got it yet
