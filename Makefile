@@ -24,7 +24,7 @@ export GOMP_SPINCOUNT ?= 1000
 export TOKENIZERS_PARALLELISM = false
 export HF_HUB_OFFLINE = 1
 
-.PHONY: help demo docs report-pictures test test-fast test-lowest check format bench bench-quick bench-full bench-tables breakdown bench-layouts gpu-check chaos endurance venv clean
+.PHONY: help demo docs report-pictures test test-fast test-lowest check format bench bench-quick bench-full bench-bf16 bench-tables breakdown bench-layouts gpu-check chaos endurance venv clean
 .DELETE_ON_ERROR:
 
 help:
@@ -39,6 +39,7 @@ help:
 	@echo "make bench        speed side by side with other ways to roll out (most of an hour)"
 	@echo "make bench-quick  the same in minutes, beside generate alone (docs/performance.md)"
 	@echo "make bench-full   the same with every peer, DeepSpeed's in .venv-deepspeed (hours)"
+	@echo "make bench-bf16   the main comparison in bfloat16"
 	@echo "make breakdown    where the time of a decode step goes, with a trace for Perfetto (minutes)"
 	@echo "make bench-layouts  both layouts of the KV cache on the same work (minutes)"
 	@echo "make gpu-check    what only a GPU can show: exactness and speed, under 8 minutes (docs/gpu.md)"
@@ -87,6 +88,11 @@ bench-quick: $(VENV)/.dev
 	@mkdir -p $(RESULTS)
 	@$(BIN)/python benchmarks/bench.py quick --json $(RESULTS)/quick.json $(BENCH_ARGS)
 
+bench-bf16: $(VENV)/.dev
+	@$(BIN)/rollout-pool fetch-demo-model
+	@mkdir -p $(RESULTS)
+	@$(BIN)/python benchmarks/bench.py main --dtype bfloat16 --json $(RESULTS)/bf16.json $(BENCH_ARGS)
+
 bench-full: $(VENV)/.dev .venv-deepspeed/.ready
 	@$(BIN)/rollout-pool fetch-demo-model
 	@mkdir -p $(RESULTS)
@@ -99,7 +105,7 @@ breakdown: $(VENV)/.dev
 
 # What was measured, into the tables of docs/performance.md.
 bench-tables: $(VENV)/.dev
-	@$(BIN)/python benchmarks/render.py docs/performance.md $(foreach name,main full quick breakdown,\
+	@$(BIN)/python benchmarks/render.py docs/performance.md $(foreach name,main full bf16 quick breakdown breakdown-bf16,\
 	  $(addprefix $(name)=,$(wildcard $(RESULTS)/$(name).json)))
 
 bench-layouts: $(VENV)/.dev

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {"size": arguments.size, "workloads": {}}
     if path is not None and path.exists():
         results = json.loads(path.read_text(encoding="utf-8"))
-    results["machine"] = machine(arguments.threads)
+    results["machine"] = machine(arguments.threads, arguments.dtype)
     results["size"] = arguments.size
     names = arguments.workloads or [
         name for name, recipe in RECIPES.items() if arguments.size != "quick" or recipe.quick is not None
@@ -53,7 +53,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         for name in names:
             quick = RECIPES[name].quick if arguments.size == "quick" else None
             changes = {**(quick or {}), **arguments.change}
-            work = make_work(name, arguments.model, Path(folder), arguments.threads, **changes)
+            work = make_work(
+                name, arguments.model, Path(folder), arguments.threads, arguments.dtype, **changes
+            )
             peers = arguments.peers or peers_of(name, arguments.size)
             rounds = arguments.rounds or ROUNDS[arguments.size]
             peers = list(dict.fromkeys([OURS, *peers]))
@@ -81,6 +83,7 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", choices=PEERS, help="besides ours")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of all peers")
     parser.add_argument("--patience", type=float, default=150.0, help="seconds per peer and workload")
     parser.add_argument("--json", type=Path, help="keep the figures here")
     parser.add_argument(

@@ -13,9 +13,9 @@ from speed.work import Done, Unavailable, Work, left_padded
 
 
 def load(work: Work, **options: Any) -> Any:
-    """The model in fp32, in evaluation mode."""
+    """The model in evaluation mode."""
     return AutoModelForCausalLM.from_pretrained(
-        work.model, dtype=torch.float32, trust_remote_code=work.own_code, **options
+        work.model, dtype=getattr(torch, work.dtype), trust_remote_code=work.own_code, **options
     ).eval()
 
 

@@ -9,13 +9,14 @@ import time
 from typing import Any
 
 
-def machine(threads: int) -> dict[str, Any]:
+def machine(threads: int, dtype: str) -> dict[str, Any]:
     """Of this machine and environment. ``load`` is what else ran when the measurement began."""
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "ray")}
     return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
         "threads": threads,
+        "dtype": dtype,
         "load": round(os.getloadavg()[0], 1),
         "date": time.strftime("%Y-%m-%d"),
         "python": platform.python_version(),
@@ -27,8 +28,8 @@ def machine_line(at: dict[str, Any]) -> str:
     """The same as a sentence."""
     versions = ", ".join(f"{name} {at[name]}" for name in ("torch", "transformers", "ray"))
     return (
-        f"{at['cpu']}, {at['cores']} cores, {at['threads']} threads; {versions}; load {at['load']} at the "
-        f"start; {at['date']}."
+        f"{at['cpu']}, {at['cores']} cores, {at['threads']} threads; {at['dtype']}; {versions}; load "
+        f"{at['load']} at the start; {at['date']}."
     )
 
 

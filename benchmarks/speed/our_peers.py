@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable
 from typing import Any
 
-from rollout_pool import Engine, EngineConfig, RolloutPool, SamplingParams
+from rollout_pool import Engine, EngineConfig, RolloutPool, RolloutRequest, SamplingParams
 from rollout_pool.config import PoolConfig
 from speed.work import Done, Unavailable, Work
 
@@ -29,14 +30,14 @@ def engine_config(work: Work, rows: int) -> EngineConfig:
 
 def engine(work: Work, rows: int) -> Callable[[Work], Done]:
     """One engine in this process."""
-    ours = Engine(work.model, engine_config(work, rows), dtype="float32", trust_remote_code=work.own_code)
+    ours = Engine(work.model, engine_config(work, rows), dtype=work.dtype, trust_remote_code=work.own_code)
 
     def run(work: Work) -> Done:
         begin, first = time.perf_counter(), 0.0
         groups: list[Any] = []
         params = sampling(work)
-        for index, prompt in enumerate(work.prompts):
-            ours.submit(request(prompt, params, index), groups.append)
+        for prompt in work.prompts:
+            ours.submit(request(prompt, params), groups.append)
         while ours.has_work():
             ours.step()
             if groups and not first:
@@ -46,11 +47,10 @@ def engine(work: Work, rows: int) -> Callable[[Work], Done]:
     return run
 
 
-def request(prompt: list[int], params: SamplingParams, index: int) -> Any:
-    """One prompt under a name of its own, so that no two draw alike."""
-    from rollout_pool import RolloutRequest
-
-    return RolloutRequest(prompt, params, request_id=index, seed=0)
+def request(prompt: list[int], params: SamplingParams) -> RolloutRequest:
+    """One prompt under a name of its own: no two draw alike, and each draws alike in every way of ours."""
+    name = zlib.crc32(repr(prompt).encode())
+    return RolloutRequest(prompt, params, request_id=name, seed=0)
 
 
 def done(work: Work, groups: list[Any], first: float) -> Done:
@@ -71,7 +71,7 @@ def pool(work: Work, rows: int, num_actors: int) -> Callable[[Work], Done]:
     start_ray(work.threads)
     config = PoolConfig(
         model=work.model,
-        dtype="float32",
+        dtype=work.dtype,
         num_actors=num_actors,
         cpus_per_actor=work.threads // num_actors,
         engine=engine_config(work, rows // num_actors),
@@ -83,7 +83,8 @@ def pool(work: Work, rows: int, num_actors: int) -> Callable[[Work], Done]:
     def run(work: Work) -> Done:
         begin, first = time.perf_counter(), 0.0
         groups: list[Any] = []
-        for reference in handle.stream.remote(work.prompts, sampling(work)):
+        params = sampling(work)
+        for reference in handle.stream.remote([request(prompt, params) for prompt in work.prompts]):
             groups.append(ray.get(reference))
             first = first or time.perf_counter() - begin
         return done(work, groups, first)

@@ -31,6 +31,8 @@ class Work:
     own_code: bool = False
     """The model's folder brings code of its own."""
     threads: int = 1
+    dtype: str = "float32"
+    """Of weights and KV, as torch calls it."""
 
     @property
     def num_samples(self) -> int:

@@ -112,7 +112,9 @@ RECIPES = {
 """By name; sizes are chosen for rounds of seconds to a minute on two cores with a model of 135M weights."""
 
 
-def make_work(name: str, model: str, folder: Path, threads: int, **changes: int) -> Work:
+def make_work(
+    name: str, model: str, folder: Path, threads: int, dtype: str = "float32", **changes: int
+) -> Work:
     """A workload for this model. folder: where a model that needs one of its own is put.
 
     changes: of the recipe's numbers.
@@ -130,7 +132,7 @@ def make_work(name: str, model: str, folder: Path, threads: int, **changes: int)
         model = str(folder_with_drawn_ends(model, folder / "drawn-ends", short, long, eos[0]))
     return Work(
         name, model, prompts, recipe.n, recipe.max_new, recipe.max_rows,
-        temperature=recipe.temperature, eos=eos, own_code=own_code, threads=threads,
+        temperature=recipe.temperature, eos=eos, own_code=own_code, threads=threads, dtype=dtype,
     )  # fmt: skip
 
 
