@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,17 @@ def _wait_for(path: str) -> str:
         return file.read()
 
 
+def await_all_joined(rank: int, size: int) -> None:
+    """Have rank 0 wait until the others have joined: they may still be at it when it has, and lose it there."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    store.set(f"joined/{rank}", "1")
+    if rank == 0:
+        store.wait([f"joined/{other}" for other in range(size)], timedelta(seconds=60))
+
+
 def first_is_killed(rank: int, size: int, address: str, store: Any) -> dict[str, Any]:
     group = RankGroup.join(address, rank, size, "cpu", store=store, timeout_s=600)
+    await_all_joined(rank, size)
     if group.is_first:
         group.send([int(time.time() * 1e3) + 1000])
         time.sleep(1)
@@ -102,6 +112,7 @@ def first_is_killed(rank: int, size: int, address: str, store: Any) -> dict[str,
 
 def follower_is_killed(rank: int, size: int, address: str, store: Any, victim: int, by: str) -> Any:
     group = RankGroup.join(address, rank, size, "cpu", store=store, timeout_s=600)
+    await_all_joined(rank, size)
     if rank == victim:
         group.receive()
         os.kill(os.getpid(), signal.SIGKILL)

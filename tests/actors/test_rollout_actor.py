@@ -8,7 +8,9 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +34,23 @@ def actor(model: str, threads: int | None = None) -> RolloutActor:
     return RolloutActor(PoolConfig(model=model, engine=ENGINE), "actor-7", threads=threads, device="cpu")
 
 
+def rest_until_told(served: RolloutActor) -> None:
+    """Once a sample has a slot, the engine makes a step only when a command comes: it is never done too soon."""
+
+    def wrap(engine: Any) -> None:
+        step, commands = engine.step, served._engine._commands
+
+        def rest_and_step() -> Any:
+            end = time.monotonic() + 60
+            while engine.stats().live_rows and commands.empty() and time.monotonic() < end:
+                time.sleep(0.005)
+            return step()
+
+        engine.step = rest_and_step
+
+    served._engine.call(wrap)
+
+
 def test_concurrent_runs_equal_the_engine_and_are_signed_by_the_actor(tiny_model_dir: str) -> None:
     prompts = ["hello", [5, 6], "", "the end", [9]]
 
@@ -53,9 +72,22 @@ def test_concurrent_runs_equal_the_engine_and_are_signed_by_the_actor(tiny_model
 
 
 def test_progress_runs_ahead_of_the_group(tiny_model_dir: str) -> None:
+    go_on = threading.Event()
+
+    def halt_halfway(engine: Any) -> None:
+        step = engine.step
+
+        def wait_and_step() -> Any:
+            if engine.stats().samples_finished >= 4:
+                go_on.wait(60)
+            return step()
+
+        engine.step = wait_and_step
+
     async def run() -> None:
         served = actor(tiny_model_dir)
         await served.ready()
+        served._engine.call(halt_halfway)
         wide = SamplingParams(n=8, max_new_tokens=100, ignore_eos=True)  # twice as many samples as slots
         group = asyncio.create_task(served.run(requests(["x"], wide)[0]))
         async with asyncio.timeout(30):
@@ -63,17 +95,26 @@ def test_progress_runs_ahead_of_the_group(tiny_model_dir: str) -> None:
                 await asyncio.sleep(0.01)
         assert ended <= (await served.stats()).samples_finished
         assert not group.done()
+        go_on.set()
         assert len((await group).samples) == 8
         await served.shutdown()
 
     asyncio.run(run())
 
 
-def test_progress_tells_a_thread_that_hangs_from_one_that_works_or_waits(tiny_model_dir: str) -> None:
+def test_progress_tells_a_thread_that_hangs_from_one_that_works_or_waits(
+    tiny_model_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_load, load = threading.Event(), RolloutActor._load
+    monkeypatch.setattr(RolloutActor, "_load", lambda served: may_load.wait(60) and load(served))
+
     async def run() -> None:
         served = actor(tiny_model_dir)
-        loading = await served.progress()
-        assert (loading.steps, loading.is_busy, loading.doing) == (0, True, "load")
+        async with asyncio.timeout(30):
+            while not (loading := await served.progress()).is_busy:
+                await asyncio.sleep(0.01)
+        assert (loading.steps, loading.doing) == (0, "load")
+        may_load.set()
         await served.ready()
         async with asyncio.timeout(30):
             while (idle := await served.progress()).is_busy:
@@ -131,6 +172,7 @@ def test_cancelled_run_frees_the_slots(tiny_model_dir: str) -> None:
     async def run() -> None:
         served = actor(tiny_model_dir)
         await served.ready()
+        rest_until_told(served)
         call = asyncio.create_task(served.run(requests(["x"], LONG)[0]))
         async with asyncio.timeout(30):
             while (await served.stats()).live_rows == 0:
@@ -139,6 +181,7 @@ def test_cancelled_run_frees_the_slots(tiny_model_dir: str) -> None:
             while (await served.stats()).cancelled == 0:
                 await asyncio.sleep(0.01)
         assert (await served.stats()).live_rows == 0
+        served._engine.call(lambda engine: delattr(engine, "step"))
         assert (await served.run(requests(["y"])[0])).error is None
         await served.shutdown()
 
@@ -149,8 +192,11 @@ def test_shutdown_returns_unfinished_groups_failed_and_refuses_more(tiny_model_d
     async def run() -> None:
         served = actor(tiny_model_dir)
         await served.ready()
+        rest_until_told(served)
         calls = [asyncio.create_task(served.run(request)) for request in requests(["x", "y"], LONG)]
-        await asyncio.sleep(0.05)
+        async with asyncio.timeout(30):
+            while (await served.stats()).live_rows < 2:
+                await asyncio.sleep(0.01)
         await served.shutdown()
         assert [group.error for group in await asyncio.gather(*calls)] == [
             f"prompt {index}: actor-7 was shut down" for index in range(2)
@@ -172,9 +218,12 @@ def test_shutdown_returns_unfinished_groups_failed_and_refuses_more(tiny_model_d
 def test_process_exits_when_its_engines_thread_fails(tiny_model_dir: str, fault: str, error: str) -> None:
     program = f"""
         import asyncio, sys
+        import rollout_pool.actors.engine_thread
         from rollout_pool import EngineConfig, PoolConfig
         from rollout_pool.actors.rollout_actor import RolloutActor
         from rollout_pool.requests import resolve_requests
+
+        rollout_pool.actors.engine_thread.LAST_WORDS_S = 30  # enough for a log on a busy machine
 
         async def main():
             config = PoolConfig(model={tiny_model_dir!r}, engine=EngineConfig(num_slots=2, max_length=128))
@@ -183,7 +232,7 @@ def test_process_exits_when_its_engines_thread_fails(tiny_model_dir: str, fault:
             request = resolve_requests([[5]], None, seed=0)[0]
             {fault}
             await actor.run(request)
-            await asyncio.sleep(60)
+            await asyncio.sleep(180)
 
         asyncio.run(main())
     """
@@ -191,7 +240,7 @@ def test_process_exits_when_its_engines_thread_fails(tiny_model_dir: str, fault:
         [sys.executable, "-c", textwrap.dedent(program)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert ended.returncode == 1

@@ -206,11 +206,17 @@ class Trouble(Part):
     def steps(self, setting):
         runs = {"good": good, "dead": dead, "wrong": wrong, "good too": good, "hangs": lambda: time.sleep(999)}
         return [Step(name, run) for name, run in (*runs.items(), ("never", good))]
-part = Trouble("a", "trouble", "", 40, (), True)
+part = Trouble("a", "trouble", "", 600, (), True)
 if "--worker" in sys.argv:
     worker.main(part, int(sys.argv[-1]), True, 0)
 from gpu import report, supervision
-outcome = supervision.Supervisor(part, 40, [sys.executable, __file__], True).run()
+class Impatient(supervision.Supervisor):
+    def _take(self, event):
+        super()._take(event)
+        if "begin" in event and self._steps[event["begin"]] == "hangs":  # the time is up, without a wait
+            real = supervision.monotonic
+            supervision.monotonic = lambda: real() + 600
+outcome = Impatient(part, 600, [sys.executable, __file__], True).run()
 for row in outcome.rows:
     print(row["what"], "|", row["seen"])
 print(outcome.broken, outcome.skipped, report.exit_code([outcome]))
@@ -230,6 +236,7 @@ def test_a_step_that_dies_or_hangs_does_not_take_the_rest_with_it(tmp_path: Path
         "wrong | ValueError: no such thing",
         "good | seen",
     ], done.stderr[-3000:]
-    assert lines[4].startswith("hangs | stopped after")
-    assert lines[5].startswith("never | skipped: the part's 40 s were used up")
+    assert lines[4].startswith("hangs | stopped after ")
+    assert lines[4].endswith(" s: the part's 600 s were used up")
+    assert lines[5].startswith("never | skipped: the part's 600 s were used up")
     assert lines[6] == "['dead', 'wrong'] ['hangs', 'never'] 1"

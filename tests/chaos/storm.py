@@ -159,8 +159,12 @@ class Storm:
         """Shut the pool down in the middle of a call, with an actor that does not answer."""
         call = self.pool.rollout.remote(PROMPTS, SAMPLING)
         time.sleep(self.random.uniform(0.0, 0.5))
+        deadline = time.monotonic() + RECOVERY_S
+        while not (members := self._members()):  # the last of them may just have been lost
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
         with contextlib.suppress(ProcessLookupError):
-            stop_engine(self.random.choice(self._members())[1][0])
+            stop_engine(self.random.choice(members)[1][0])
         ray.get(self.pool.shutdown.remote(), timeout=60)
         groups = ray.get(call, timeout=60)
         assert len(groups) == len(PROMPTS)

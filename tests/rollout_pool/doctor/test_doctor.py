@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -91,6 +92,7 @@ def test_split_engines_are_started_where_they_would_run(
 def test_what_only_loading_finds_is_named(
     doctor: Callable[..., tuple[int, dict[str, dict[str, str]]]], tiny_model_dir: str, tmp_path: Path
 ) -> None:
+    import ray
     from safetensors.torch import load_file, save_file
 
     model = tmp_path / "model"
@@ -100,6 +102,10 @@ def test_what_only_loading_finds_is_named(
     tensors = load_file(model / "model.safetensors")
     tensors["model.norm.weight"][3] = float("nan")
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    deadline = time.monotonic() + 60
+    while ray.available_resources().get("CPU", 0) < 4:  # actors of another test may not be gone yet
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     status, found = doctor(model=str(model), num_actors=2)
     assert status == 1
     assert [name for name, check in found.items() if check["status"] == "failed"] == ["engine"]

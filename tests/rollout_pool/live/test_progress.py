@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import queue
 import re
 from collections.abc import Iterator
@@ -17,8 +18,9 @@ from rollout_pool.types import EngineStats, PoolStats
 
 STATS = PoolStats(actors=(EngineStats(num_slots=8, live_rows=3), EngineStats(num_slots=8, live_rows=8)))
 CELL = """
-from rollout_pool.live import displays
+from rollout_pool.live import displays, progress
 displays.NOTEBOOK_INTERVAL_S = 0.0
+progress.LEAST_SPAN_S = float("inf")
 from rollout_pool import track
 total = sum(track(iter(range(5)), total=5, description="of the notebook"))
 """
@@ -33,6 +35,7 @@ def test_elsewhere_than_on_a_terminal_it_is_plain_lines(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollout_pool.live.displays.PLAIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr("rollout_pool.live.progress.LEAST_SPAN_S", math.inf)
     with Progress(10, done=4) as progress:
         progress.update(STATS)
         progress.add_group()
@@ -44,7 +47,8 @@ def test_elsewhere_than_on_a_terminal_it_is_plain_lines(
     ]
 
 
-def test_plain_lines_are_few_and_the_last_group_always_has_one() -> None:
+def test_plain_lines_are_few_and_the_last_group_always_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout_pool.live.displays.PLAIN_INTERVAL_S", math.inf)
     lines = io.StringIO()
     assert list(track(iter("abc"), total=3, stream=lines)) == ["a", "b", "c"]
     assert lines.getvalue() == "3/3 groups\n"
@@ -84,13 +88,15 @@ def kernel() -> Iterator[Any]:
 
 
 def test_in_a_notebook_it_is_one_output_that_is_renewed(kernel: Any) -> None:
-    kernel.execute(CELL)
+    request = kernel.execute(CELL)
     shown, renewed, streams = [], [], []
     while True:
         try:
             message = kernel.get_iopub_msg(timeout=120)
         except queue.Empty:
             pytest.fail("the kernel gave no answer")
+        if message["parent_header"].get("msg_id") != request:  # of what was asked at its start
+            continue
         kind, content = message["msg_type"], message["content"]
         assert kind != "error", content
         if kind == "display_data":

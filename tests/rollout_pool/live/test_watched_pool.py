@@ -5,9 +5,9 @@ The tests are one story and run in the order of this file: the pool works, loses
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -19,6 +19,7 @@ import ray
 
 from rollout_pool import EngineConfig, PoolConfig, RolloutPool, RolloutRequest, SamplingParams, track
 from rollout_pool.cli import main
+from rollout_pool.commands import top as top_command
 from rollout_pool.live.metrics import OF_ACTOR, OF_POOL
 from rollout_pool.live.pools import find_pool
 from rollout_pool.types import PoolStats
@@ -80,11 +81,14 @@ def expected(stats: PoolStats) -> Scraped:
 
 
 def until(is_there: Callable[[], Any]) -> Any:
+    """What is there at last. An endpoint that does not answer yet is none."""
     deadline = time.monotonic() + 60
-    while not (found := is_there()):
+    while True:
+        with contextlib.suppress(OSError):
+            if found := is_there():
+                return found
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    return found
 
 
 def top(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -102,7 +106,8 @@ def test_ray_s_endpoint_has_exactly_the_pool_s_counters(pool: Any, tiny_model_di
     groups = ray.get(pool.rollout.remote(PROMPTS, SAMPLING), timeout=120)
     assert [group.error is None for group in groups] == [True, True, False, True]
     ray.get(pool.sync_weights.remote(tiny_model_dir), timeout=120)
-    stats = ray.get(pool.stats.remote(), timeout=60)
+    # Those of an actor that is slow to answer are left out.
+    stats = until(lambda: len((found := ray.get(pool.stats.remote(), timeout=60)).actors) == 2 and found)
     assert (stats.returned, stats.failed, stats.weight_version, stats.weight_syncs) == (3, 1, 1, 1)
     assert sum(actor.new_tokens for actor in stats.actors) == 3 * 3 * 12
     assert stats.weight_sync_s > 0
@@ -111,8 +116,16 @@ def test_ray_s_endpoint_has_exactly_the_pool_s_counters(pool: Any, tiny_model_di
 
 
 def test_top_shows_the_work_under_way(pool: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    work = pool.rollout.remote([f"prompt {number}" for number in range(100)], ENDLESS)
-    seen = until(lambda: (found := view(capsys))["tokens_per_s"] and found["eta_s"] and found)
+    # Groups that are handed over in the last minute tell how long the rest takes.
+    ray.get(pool.rollout.remote(PROMPTS, SAMPLING), timeout=120)
+    work = pool.rollout.remote([f"prompt {number}" for number in range(2_000)], ENDLESS)
+
+    def complete() -> dict[str, Any] | None:
+        found = view(capsys)
+        answered = all(actor["stats"] for actor in found["actors"])
+        return found if answered and found["tokens_per_s"] and found["eta_s"] else None
+
+    seen = until(complete)
     assert seen["stats"]["in_flight"] > seen["stats"]["queued"] > 0
     assert [actor["name"] for actor in seen["actors"]] == ["actor-0", "actor-1"]
     assert seen["actors"][0]["stats"]["num_slots"] == 4
@@ -144,6 +157,7 @@ def test_a_pool_is_found_by_name_among_other_actors_and_pools(
     assert "watched: " in top(capsys, "--once", "--name", "watched")
     ray.kill(second)
     ray.kill(other)
+    until(lambda: ray.util.list_named_actors() == ["watched"])
     assert main(["top", "--name", "missing"]) == 2
     assert "there is no pool 'missing'; there are: watched (namespace " in capsys.readouterr().err
 
@@ -162,18 +176,22 @@ def test_progress_of_a_stream_counts_its_groups_and_shows_the_pool(pool: Any) ->
         return lines.getvalue()
 
     texts = ray.get([trainer.remote(pool, f"groups of {name}") for name in "ab"], timeout=120)
-    assert texts == ["2/2 groups of a\n", "2/2 groups of b\n"]
+    # Slow ones have earlier lines, too.
+    assert [text.splitlines()[-1] for text in texts] == ["2/2 groups of a", "2/2 groups of b"]
 
 
 def test_a_lost_actor_is_counted_and_named_and_holds_no_slots(
     pool: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    leaders = pool.__ray_call__.remote(lambda self: [m.handle for m in self._crew.members.values()])
+    victim = ray.get(leaders)[0]
+    # Its engine stands still, so that it cannot be done with its groups before it is killed.
+    ray.get(victim.__ray_call__.remote(lambda self: bool(self._engine.call(lambda _: time.sleep(600)))))
     work = pool.rollout.remote(
         [RolloutRequest([9, 9, number], request_id=f"r{number}") for number in range(4)], ENDLESS
     )
-    until(lambda: all(actor["stats"]["live_rows"] for actor in view(capsys)["actors"]))
-    leaders = pool.__ray_call__.remote(lambda self: [m.handle for m in self._crew.members.values()])
-    ray.kill(ray.get(leaders)[0])
+    until(lambda: view(capsys)["stats"]["in_flight"] == 4)
+    ray.kill(victim)
     assert all(group.error is None for group in ray.get(work, timeout=120))
     seen = until(lambda: (found := view(capsys))["stats"]["num_actors"] == 2 and found)
     assert seen["stats"]["actors_lost"] == 1
@@ -205,9 +223,17 @@ def test_logs_say_which_pool_actor_and_request_and_never_what_it_said(pool: Any)
 def test_a_view_on_a_terminal_and_the_metrics_end_with_the_pool(
     pool: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    look, looks = top_command._look, []
+
+    def look_and_kill(handle: Any) -> Any:
+        looks.append(look(handle))
+        if len(looks) == 3:
+            ray.kill(pool)
+        return looks[-1]
+
     until(scrape)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    threading.Timer(1.0, ray.kill, [pool]).start()
+    monkeypatch.setattr(top_command, "_look", look_and_kill)
     shown = top(capsys, "--interval", "0.1")
     assert shown.count("watched: ") > 1
     assert "the pool has ended" in shown

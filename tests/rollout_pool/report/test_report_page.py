@@ -197,11 +197,12 @@ def test_a_phone_shows_all_of_it(report: Path, visit: Callable[..., Any]) -> Non
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert page.locator("#group").is_hidden()
     page.locator(".row").nth(1).tap()
+    page.locator("#group").wait_for(state="visible")
     box = page.locator("#group").bounding_box()
     assert (box["x"], box["width"]) == (0, 390)
     page.locator(".sibling.chosen .token").nth(2).tap()
-    assert page.locator("#tip").is_visible()
+    page.locator("#tip").wait_for(state="visible")
     page.locator("#group .close").tap()
-    assert page.locator("#group").is_hidden()
+    page.locator("#group").wait_for(state="hidden")
     for chart in page.locator(".chart canvas").all():
         assert chart.bounding_box()["width"] <= 390
