@@ -32,20 +32,20 @@ class WeightReceiver:
             shards = find_shards(model, config, rank)
         worker.weights = self._weights = ModelWeights(model, shards)
 
-    async def stage_weights(self, version: int, bucket: Bucket) -> None:
+    async def stage_weights(self, version: int, bucket: Bucket, attempt: int) -> None:
         """Look at some tensors and keep them; :meth:`check_weights` tells what is wrong with them.
 
         A bucket from Ray's object store is kept where it is, in memory that all processes of the node share.
         """
-        await asyncio.to_thread(self._ready_weights().stage, version, bucket)
+        await asyncio.to_thread(self._ready_weights().stage, version, bucket, attempt)
 
-    async def check_weights(self, version: int, manifest: Manifest) -> None:
+    async def check_weights(self, version: int, manifest: Manifest, attempt: int) -> None:
         """Raise :class:`WeightSyncError` unless what was staged is all of it, and fits this rank's model."""
-        await asyncio.to_thread(self._ready_weights().check, version, manifest)
+        await asyncio.to_thread(self._ready_weights().check, version, manifest, attempt)
 
-    async def discard_weights(self) -> None:
-        """Forget what is staged."""
-        await asyncio.to_thread(self._ready_weights().discard)
+    async def discard_weights(self, attempt: int) -> None:
+        """Forget what was staged up to this attempt, and what may still come of it."""
+        await asyncio.to_thread(self._ready_weights().discard, attempt)
 
     async def weight_receipt(self, version: int) -> WeightReceipt:
         """Wait until this rank has weights of ``version``; it is rank 0 that makes it write them."""

@@ -31,6 +31,7 @@ class _Staged:
     """What has arrived of one update."""
 
     version: int
+    attempt: int
     places: dict[str, list[Place]]
     """By every name that a trainer may send."""
     records: dict[str, TensorRecord] = field(default_factory=dict)
@@ -47,7 +48,8 @@ class ModelWeights:
     """The weights of one model, or of one rank's shard of it, under a version. The first is 0.
 
     ``stage`` and ``check`` may run in any thread while the model serves; ``commit`` must not meet a
-    forward pass.
+    forward pass. Whoever sends weights numbers the attempts: what comes late, of one that was given up, is
+    not mixed with what the next one brings under the same version.
     """
 
     def __init__(self, model: torch.nn.Module, shards: Mapping[str, Shard] | None = None) -> None:
@@ -58,22 +60,27 @@ class ModelWeights:
         self._model = model
         self._shards = shards
         self._staged: _Staged | None = None
+        self._given_up = -1
+        """The last attempt that nobody waits for any more."""
         self._bases = LoraBases()
         self._lock = threading.Lock()
 
-    def stage(self, version: int, bucket: Bucket) -> None:
+    def stage(self, version: int, bucket: Bucket, attempt: int = 0) -> None:
         """Look at some tensors of an update and keep them. What is wrong with them is told by :meth:`check`.
 
-        The first bucket of another version discards what was staged before.
+        The first bucket of another version, or of a later attempt, discards what was staged before. One of an
+        attempt that was given up is passed over.
         """
         with self._lock:
             begin = monotonic()
-            staged = self._open(version)
+            staged = self._open(version, attempt)
+            if staged is None:
+                return
             for record, tensor, is_shared in _tensors(bucket):
                 self._stage_one(staged, record, tensor, is_shared)
             staged.seconds += monotonic() - begin
 
-    def check(self, version: int, manifest: Manifest) -> None:
+    def check(self, version: int, manifest: Manifest, attempt: int = 0) -> None:
         """Whether what was staged is the whole update, and fits. Raises :class:`WeightSyncError` if not.
 
         The message names every tensor at fault: missing, unknown, of a wrong shape or dtype, not finite, or
@@ -81,7 +88,9 @@ class ModelWeights:
         """
         with self._lock:
             begin = monotonic()
-            staged = self._open(version)
+            staged = self._open(version, attempt)
+            if staged is None:
+                raise WeightSyncError(f"weights of version {version} were given up by the pool")
             faults = [*_lost(staged, manifest), *staged.faults, *_unfit(staged, manifest)]
             if faults:
                 self._staged = None
@@ -119,10 +128,12 @@ class ModelWeights:
             self.version = version
             return self.receipt
 
-    def discard(self) -> None:
-        """Forget what is staged."""
+    def discard(self, attempt: int) -> None:
+        """Forget what this attempt and those before have staged, and what is still to come of them."""
         with self._lock:
-            self._staged = None
+            self._given_up = max(self._given_up, attempt)
+            if self._staged is not None and self._staged.attempt <= attempt:
+                self._staged = None
 
     def checksum(self) -> str:
         """Of all parameters as they are now: 16 hex digits."""
@@ -134,13 +145,17 @@ class ModelWeights:
         tensors = ((place.name, self._bases.get(place)) for place in places)
         return pack(grouped(tensors, bucket_bytes))
 
-    def _open(self, version: int) -> _Staged:
-        if self._staged is None or self._staged.version != version:
+    def _open(self, version: int, attempt: int) -> _Staged | None:
+        """What is staged of this attempt. None: it was given up, or a later one has begun."""
+        newest = self._given_up if self._staged is None else max(self._given_up, self._staged.attempt - 1)
+        if attempt <= newest:
+            return None
+        if self._staged is None or (self._staged.version, self._staged.attempt) != (version, attempt):
             places: dict[str, list[Place]] = {}
             for place in find_places(self._model, self._shards):
                 for name in place.aliases:
                     places.setdefault(name, []).append(place)
-            self._staged = _Staged(version, places)
+            self._staged = _Staged(version, attempt, places)
         return self._staged
 
     def _stage_one(

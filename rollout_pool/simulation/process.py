@@ -46,6 +46,7 @@ class SimulatedActor:
         self._calls: deque[tuple[asyncio.Future[Any], str, tuple[Any, ...]]] = deque()
         self._open: dict[asyncio.Future[Any], None] = {}  # not a set: its order is that of the calls
         self._staged: dict[int, list[Any]] = {}
+        self._given_up = 0
         self._checked: tuple[int, Manifest] | None = None
 
     def __getattr__(self, name: str) -> _Method:
@@ -118,11 +119,14 @@ class SimulatedActor:
         self.is_watched = True
         reply(self.engine.progress())
 
-    def _stage_weights(self, reply: Callable[[Any], None], version: int, bucket: Any) -> None:
-        self._staged.setdefault(version, []).append(bucket)
+    def _stage_weights(self, reply: Callable[[Any], None], version: int, bucket: Any, attempt: int) -> None:
+        if attempt > self._given_up:
+            self._staged.setdefault(version, []).append(bucket)
         self._loop.call_later(self._latency.stage_s, reply, None)
 
-    def _check_weights(self, reply: Callable[[Any], None], version: int, manifest: Manifest) -> None:
+    def _check_weights(
+        self, reply: Callable[[Any], None], version: int, manifest: Manifest, attempt: int
+    ) -> None:
         staged = self._staged.get(version, [])
         if BAD_BUCKET in staged:
             raise WeightSyncError("layers.0.weight: has shape [1], the model's has [2]")
@@ -147,7 +151,8 @@ class SimulatedActor:
         )
         self.engine.commit(version, partial(reply, receipt))
 
-    def _discard_weights(self, reply: Callable[[Any], None]) -> None:
+    def _discard_weights(self, reply: Callable[[Any], None], attempt: int) -> None:
+        self._given_up = max(self._given_up, attempt)
         self._staged.clear()
         reply(None)
 

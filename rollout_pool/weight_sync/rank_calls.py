@@ -32,12 +32,12 @@ class Update:
     """None: they went from the trainer's memory into the actors', who have the only copies."""
 
 
-async def install(ranks: RankActors, update: Update) -> None:
-    version = update.version
+async def install(ranks: RankActors, update: Update, attempt: int) -> None:
+    version, handles = update.version, ranks.handles
     assert update.buckets is not None
     for bucket in update.buckets:
-        await asyncio.gather(*(rank.stage_weights.remote(version, bucket) for rank in ranks.handles))
-    await asyncio.gather(*(rank.check_weights.remote(version, update.manifest) for rank in ranks.handles))
+        await asyncio.gather(*(rank.stage_weights.remote(version, bucket, attempt) for rank in handles))
+    await asyncio.gather(*(rank.check_weights.remote(version, update.manifest, attempt) for rank in handles))
     await write(ranks, update, "recompute")
 
 

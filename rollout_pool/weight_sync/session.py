@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
 from ray.actor import ActorHandle
@@ -75,6 +76,7 @@ class WeightSync:
         self.past = past or PoolPast()
         self._remember = remember
         self._lock = asyncio.Lock()
+        self._attempts = count(1)
         self._full: Update | None = None
         self._adapters: Update | None = None
         """On top of the full update."""
@@ -88,11 +90,12 @@ class WeightSync:
     ) -> list[WeightReceipt]:
         """See :meth:`rollout_pool.pool.PoolActor.sync_weights`."""
         _check_choices(policy, kv)
-        wanted, called_at = version, time.monotonic()
+        wanted, called_at, attempt = version, time.monotonic(), 0
         try:
             async with asyncio.timeout(timeout_s) as deadline, self._lock:
                 wanted = next_version(version, self.version, self.past)
-                update = await self._stage(source, wanted)
+                attempt = next(self._attempts)
+                update = await self._stage(source, wanted, attempt)
                 past = past_after(update.manifest, wanted, self.version, self.past)
                 async with self._stopped(policy):
                     if self._remember is not None:
@@ -107,10 +110,10 @@ class WeightSync:
                 f"weights of version {wanted} were not everywhere within timeout_s ({timeout_s:g} s); "
                 f"version {self.version} goes on"
             ) from None
-        finally:  # nothing is left after a commit, and nothing may be left after a failure
+        finally:  # nothing is left after a commit, and nothing may be left after a failure, or come late
             for member in self._members.values():
                 for rank in member.ranks.handles:
-                    rank.discard_weights.remote()
+                    rank.discard_weights.remote(attempt)
 
     @asynccontextmanager
     async def joining(self, name: str, ranks: RankActors, timeout_s: float) -> AsyncIterator[int]:
@@ -123,14 +126,14 @@ class WeightSync:
                 async with asyncio.timeout(timeout_s):
                     for update in (self._full, self._adapters):
                         if update is not None:
-                            await install(ranks, await self._with_buckets(update))
+                            await install(ranks, await self._with_buckets(update), next(self._attempts))
             except (RayError, TimeoutError, WeightSyncError) as error:
                 raise ActorStartError(
                     f"{name} did not get the weights of version {self.version}: {reason(error)}; sync again"
                 ) from error
             yield self.version
 
-    async def _stage(self, source: Any, version: int) -> Update:
+    async def _stage(self, source: Any, version: int, attempt: int) -> Update:
         """Bring an update to all ranks, and have them check it."""
         buckets: list[Any] = []
         manifest: Manifest | None = None
@@ -142,7 +145,9 @@ class WeightSync:
                     manifest = item
                     continue
                 for member, pending in calls.items():
-                    pending += [rank.stage_weights.remote(version, item) for rank in member.ranks.handles]
+                    pending += [
+                        rank.stage_weights.remote(version, item, attempt) for rank in member.ranks.handles
+                    ]
                 if is_kept:
                     buckets.append(item)
                 else:
@@ -151,9 +156,11 @@ class WeightSync:
         assert manifest is not None
         await self._of_all(calls)
         left = [member for member in calls if member in self._members.values()]
-        await self._of_all(
-            {m: [rank.check_weights.remote(version, manifest) for rank in m.ranks.handles] for m in left}
-        )
+        checks = {
+            member: [rank.check_weights.remote(version, manifest, attempt) for rank in member.ranks.handles]
+            for member in left
+        }
+        await self._of_all(checks)
         return Update(version, manifest, tuple(buckets) if is_kept else None)
 
     def _arrivals(self, source: Any, is_kept: bool) -> AsyncGenerator[Any, None]:

@@ -192,6 +192,27 @@ def test_what_was_staged_for_one_version_does_not_serve_another(
     assert is_same(model, before)
 
 
+def test_what_comes_late_of_an_attempt_that_was_given_up_is_passed_over(
+    model: Any, new: dict[str, torch.Tensor]
+) -> None:
+    weights = ModelWeights(model)
+    late, _ = pack({name: value + 1 for name, value in new.items()})
+    buckets, manifest = pack(new)
+    weights.stage(1, late[0], attempt=1)
+    weights.discard(1)
+    weights.stage(1, late[0], attempt=1)
+    weights.stage(1, buckets[0], attempt=2)
+    weights.stage(1, late[1], attempt=1)
+    weights.discard(1)  # it, too, may come late
+    for bucket in buckets[1:]:
+        weights.stage(1, bucket, attempt=2)
+    with pytest.raises(WeightSyncError, match="version 1 were given up"):
+        weights.check(1, manifest, attempt=1)
+    weights.check(1, manifest, attempt=2)
+    weights.commit(1)
+    assert is_same(model, new)
+
+
 def test_commit_without_check_writes_nothing(model: Any, new: dict[str, torch.Tensor]) -> None:
     weights, before = ModelWeights(model), snapshot(model)
     stage(weights, 1, pack(new)[0])

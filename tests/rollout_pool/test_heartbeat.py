@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from itertools import chain, repeat
 
 from ray.exceptions import ActorDiedError
 
@@ -68,7 +69,7 @@ def watch(answers: Iterator[Progress | BaseException | float], **limits: float) 
 
 def test_a_dead_a_silent_and_a_hanging_actor_are_lost_for_what_they_are() -> None:
     assert "died" in watch(iter([at(1), ActorDiedError()]))
-    assert watch(iter([at(1), 30.0])) == "it gave no answer for heartbeat_timeout_s (0.2 s)"
+    assert watch(chain([at(1)], repeat(30.0))) == "it gave no answer for heartbeat_timeout_s (0.2 s)"
     assert "finished nothing for step_timeout_s (0.2 s)" in watch(at(5) for _ in range(1000))
 
 

@@ -15,6 +15,7 @@ from rollout_pool.actors.progress import IDLE, Progress
 from rollout_pool.actors.rollout_actor import ActorInfo
 from rollout_pool.background import TaskSet
 from rollout_pool.recovery import Crew
+from rollout_pool.simulation.clock import run_virtually
 
 START_TIMEOUT_S = 0.2
 
@@ -92,7 +93,7 @@ def play(
             scene.tasks.cancel_all()
             return scene
 
-    scene = asyncio.run(run())
+    scene = run_virtually(run())
     assert scene.background == []
     return scene
 

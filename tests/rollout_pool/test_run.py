@@ -30,6 +30,23 @@ seed: 11
 engine: {num_slots: 2, max_length: 160, deterministic: strict}
 sampling: {n: 2, max_new_tokens: 120, ignore_eos: true}
 """
+PACED = """
+import sys, time
+from pathlib import Path
+from rollout_pool.cli import main
+from rollout_pool.output import OutputFile
+
+limit, append = Path(sys.argv[1]), OutputFile.append
+
+def append_within_limit(self, line, group):
+    while len(self.done) >= int(limit.read_text()):
+        time.sleep(0.02)
+    append(self, line, group)
+
+OutputFile.append = append_within_limit
+sys.exit(main(sys.argv[2:]))
+"""
+"""A run that writes no more groups than a file allows, and so cannot be over before it is stopped."""
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +68,16 @@ def arguments(folder: Path, output: str, *more: str) -> list[str]:
     return ["run", *map(str, paths), *more]
 
 
+def allow(folder: Path, count: int) -> None:
+    """How many groups a paced run may have written."""
+    (folder / "limit.new").write_text(str(count))
+    os.replace(folder / "limit.new", folder / "limit")
+
+
 def start(folder: Path, output: str, *more: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-P", "-m", "rollout_pool", *arguments(folder, output, *more)]
+    """A paced run, which is to be stopped."""
+    allow(folder, NUM_PROMPTS - 1)
+    command = [sys.executable, "-P", "-c", PACED, str(folder / "limit"), *arguments(folder, output, *more)]
     environment = {**os.environ, "RAY_ADDRESS": "local"}
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
 
@@ -117,15 +142,21 @@ def test_a_run_goes_on_when_its_pools_process_hangs_and_when_it_is_killed(
     folder: Path, whole: list[bytes]
 ) -> None:
     output = folder / "lost.jsonl"
-    process = start(folder, "lost.jsonl", "--num-actors", "2", "--set", "heartbeat_timeout_s=5")
+    process = start(folder, "lost.jsonl", "--num-actors", "2", "--set", "heartbeat_timeout_s=15")
+    allow(folder, 3)
     wait_for_lines(output, 3, process)
     hanging = pool_process(process)
     os.kill(hanging, signal.SIGSTOP)
-    wait_for_lines(output, output.read_bytes().count(b"\n") + 1, process)
-    os.kill(pool_process(process, other_than=hanging), signal.SIGKILL)
+    allow(folder, NUM_PROMPTS // 2)  # more than were on their way, so that the run waits for the pool
+    second = pool_process(process, other_than=hanging)
+    lines = output.read_bytes().count(b"\n")
+    allow(folder, lines + 1)
+    wait_for_lines(output, lines + 1, process)
+    os.kill(second, signal.SIGKILL)
+    allow(folder, NUM_PROMPTS)
     _, errors = process.communicate(timeout=180)
     assert process.returncode == 1  # for the empty prompt
-    assert b"the pool gave no answer for 5 s and is ended" in errors
+    assert b"the pool gave no answer for 15 s and is ended" in errors
     assert errors.count(b"another process takes over") >= 2
     assert sorted(output.read_bytes().splitlines()) == whole
 
@@ -135,7 +166,7 @@ def test_ctrl_c_stops_with_130_and_parquet_resumes(folder: Path, whole: list[byt
     process = start(folder, "stopped.parquet")
     wait_for_lines(folder / "stopped.parquet.part.jsonl", 3, process)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
     assert b"groups are written; continue with --resume" in errors
     assert b"Traceback" not in errors

@@ -244,16 +244,21 @@ def test_a_pool_logs_no_prompt_and_its_ranks_listen_on_this_host_alone(
         assert sum(not ip.startswith("127.") for ip in addresses) <= 1, "Ray itself has one"
         assert set(addresses) - of_ray <= {"127.0.0.1"}
         assert rank.rank or "127.0.0.1" in addresses
-    long = SamplingParams(max_new_tokens=200, ignore_eos=True)
+    long = SamplingParams(n=1000, max_new_tokens=200, ignore_eos=True)  # still runs when it is killed
     groups = ray.get(pool.rollout.remote(secrets(), FEW))
     lost = pool.rollout.remote([f"a long {SECRET}"] * 3, long)
+    deadline = time.monotonic() + 120
     while not any(stats.live_rows for stats in ray.get(pool.stats.remote()).actors):
+        assert time.monotonic() < deadline
         time.sleep(0.02)
     os.kill(actor.pid, signal.SIGKILL)
-    ray.get(lost)
+    while ray.get(pool.stats.remote()).actors_lost < 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     assert any(group.error for group in groups)
     assert SECRET not in "".join(group.error or "" for group in groups)
     ray.get(pool.shutdown.remote())
+    ray.get(lost, timeout=60)
     logs = Path(ray._private.worker._global_node.get_logs_dir_path())
     texts = {path: path.read_bytes() for path in logs.rglob("*") if path.is_file()}
     assert any(b"was lost and is replaced" in text for text in texts.values())

