@@ -161,18 +161,21 @@ def summary(work: Work, runners: dict[str, list[Runner]]) -> dict[str, Any]:
             "rows": fastest.rows,
             "tried": {str(one.rows): one.rates[0] for one in tried if one.rounds},
             "rates": fastest.rates,
+            "speeds": [one["samples" if work.own_code else "tokens"] / one["seconds"] for one in rounds],
             "tokens": [one["tokens"] for one in rounds],
             "first_group_s": statistics.median(one["first_group_s"] for one in rounds),
             "cold_start_s": fastest.cold_start_s,
         }
         if rounds[0]["sum_of_rates"] is not None:
             found[name]["sums_of_rates"] = [one["sum_of_rates"] for one in rounds]
-    mine = found.get(OURS, {}).get("rates", [])
+    # Speeds are in tokens; in samples where the model draws the ends, for who draws more long samples makes
+    # more tokens in the time that one of them takes.
+    mine = found.get(OURS, {}).get("speeds", [])
     ratios = {
         # A peer that was patient only for the first rounds is compared in those.
-        name: [a / b for a, b in zip(mine, one["rates"], strict=False)]
+        name: [a / b for a, b in zip(mine, one["speeds"], strict=False)]
         for name, one in found.items()
-        if name != OURS and "rates" in one
+        if name != OURS and "speeds" in one
     }
     facts = {
         "prompts": len(work.prompts),

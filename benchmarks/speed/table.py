@@ -40,7 +40,7 @@ def ratio_table(results: Results) -> str:
 
 def _ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     """The median of the rounds in which both took part, and their spread."""
-    ratios = [a / b for a, b in zip(ours.get("rates", []), theirs["rates"], strict=False)]
+    ratios = [a / b for a, b in zip(ours.get("speeds", []), theirs["speeds"], strict=False)]
     return [f"**{median(ratios):.2f}x**", spread(ratios, 2)] if ratios else ["", ""]
 
 
@@ -80,8 +80,9 @@ def pool_table(results: Results) -> str:
             ("pool of two actors / engines with prompts split beforehand", "pool of two", "split engines "),
             ("pool of two actors / `generate` per core, split beforehand", "pool of two", "split generate"),
         ):
-            peers, key = found["peers"], "sums_of_rates" if below == "split engines" else "rates"
-            upper, lower = peers.get(above, {}).get("rates"), peers.get(below.strip(), {}).get(key)
+            peers, key = found["peers"], "sums_of_rates" if below == "split engines" else "speeds"
+            of_pool = "rates" if below == "split engines" else "speeds"
+            upper, lower = peers.get(above, {}).get(of_pool), peers.get(below.strip(), {}).get(key)
             if upper and lower:
                 ratios = [a / b for a, b in zip(upper, lower, strict=False)]
                 title = RECIPES[name].title

@@ -43,7 +43,13 @@ def test_a_workload_with_drawn_ends_counts_tokens_up_to_the_end_for_every_peer(
             assert 0 <= long_samples <= 16
         assert min(peer["first_group_s"], peer["cold_start_s"]) > 0
     assert sum(tokens > 32 * 4 for peer in found["peers"].values() for tokens in peer["tokens"]) > 0
-    ours, theirs = found["peers"]["engine"]["rates"], found["peers"]["generate"]["rates"]
+    ours, theirs = found["peers"]["engine"]["speeds"], found["peers"]["generate"]["speeds"]
+    for rate, speed, tokens in zip(
+        *(found["peers"]["engine"][k] for k in ("rates", "speeds", "tokens")), strict=True
+    ):
+        assert speed == pytest.approx(
+            32 * rate / tokens
+        )  # of samples, for who draws long ones makes more tokens
     assert found["ratios"]["generate"] == [a / b for a, b in zip(ours, theirs, strict=True)]
     assert "Transformers `generate` | **" in out
 
