@@ -80,9 +80,11 @@ def pool_table(results: Results) -> str:
             ("pool of two actors / engines with prompts split beforehand", "pool of two", "split engines "),
             ("pool of two actors / `generate` per core, split beforehand", "pool of two", "split generate"),
         ):
-            peers, key = found["peers"], "sums_of_rates" if below == "split engines" else "speeds"
-            of_pool = "rates" if below == "split engines" else "speeds"
-            upper, lower = peers.get(above, {}).get(of_pool), peers.get(below.strip(), {}).get(key)
+            keys = ("rates", "sums_of_rates") if below == "split engines" else ("speeds", "speeds")
+            upper, lower = (
+                found["peers"].get(peer.strip(), {}).get(key)
+                for peer, key in zip((above, below), keys, strict=True)
+            )
             if upper and lower:
                 ratios = [a / b for a, b in zip(upper, lower, strict=False)]
                 title = RECIPES[name].title
