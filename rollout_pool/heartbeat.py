@@ -19,8 +19,10 @@ INTERVAL_S = 0.2
 """Between an answer and the next question, in a small pool."""
 QUESTIONS_PER_S = 250
 """Of a large pool to all its actors together: each costs the pool's process some time."""
-OVERSLEPT = 1.5
-"""A deadline that is noticed so many times later than it was set tells of the pool, not of the actor."""
+SLICES = 20
+"""In which the limit is waited for."""
+OVERSLEPT = 2.0
+"""A slice that took so many times its length tells of the pool, which stood still, and does not count."""
 
 
 def report_interval(num_actors: int) -> float:
@@ -66,14 +68,27 @@ async def until_lost(
     while True:
         asked_at = loop.time()
         try:
-            async with asyncio.timeout(limit_s):
-                progress = await ask()
+            progress = await within(limit_s, ask())
         except TimeoutError:
-            if loop.time() - asked_at > OVERSLEPT * limit_s:
-                continue  # this process stood still itself
             return f"it gave no answer for heartbeat_timeout_s ({limit_s:g} s)"
         except RayError as error:
             return one_line(cause_of(error))
         if cause := pulse.cause_of_loss(progress, on_progress(progress), asked_at):
             return cause
         await asyncio.sleep(pause_s())
+
+
+async def within(limit_s: float, answer: Awaitable[Progress]) -> Progress:
+    """Wait for an answer. Raises TimeoutError when none came in ``limit_s`` of this process being awake."""
+    loop, call = asyncio.get_running_loop(), asyncio.ensure_future(answer)
+    try:
+        slices = SLICES
+        while slices > 0:
+            began_at = loop.time()
+            await asyncio.wait({call}, timeout=limit_s / SLICES)
+            if call.done():
+                return call.result()
+            slices -= loop.time() - began_at < OVERSLEPT * limit_s / SLICES
+        raise TimeoutError
+    finally:
+        call.cancel()

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import string
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import settings
 
@@ -14,6 +18,30 @@ from hypothesis import settings
 # is judged by what it changes, and what new examples find is found in the runs of those who write it.
 settings.register_profile("rollout_pool", deadline=None, derandomize="SAME_EXAMPLES" in os.environ)
 settings.load_profile("rollout_pool")
+
+ENDS = re.compile(r"was lost and is replaced|process exits|\*\*\* SIG|Fatal Python error|^\w*Error:|OOM")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Iterator[None]:
+    """What fails beside a pool may have failed because an actor did: say at once what ended, and of what."""
+    report = yield
+    if report.failed and (ends := what_ended()):
+        report.sections.insert(0, ("Ends of processes in Ray's logs", ends))
+    return report
+
+
+def what_ended(most: int = 20) -> str:
+    """The lines of this session's Ray logs that tell of an end, at most so many of each file."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return ""
+    lines = [f"memory: {psutil.virtual_memory().percent:.0f}% in use"]
+    for path in sorted(Path(ray._private.worker._global_node.get_logs_dir_path()).glob("worker-*.err")):
+        text = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        found = [line[:300] for line in text if ENDS.search(line)]
+        lines += [f"{path.stem.rpartition('-')[2]}: {line}" for line in found[-most:]]
+    return "\n".join(lines)
 
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<|user|>", "<|assistant|>"]
 PAIRS = (

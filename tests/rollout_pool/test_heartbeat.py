@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from itertools import chain, repeat
 
+import pytest
 from ray.exceptions import ActorDiedError
 
 from rollout_pool import PoolConfig
@@ -73,12 +74,13 @@ def test_a_dead_a_silent_and_a_hanging_actor_are_lost_for_what_they_are() -> Non
     assert "finished nothing for step_timeout_s (0.2 s)" in watch(at(5) for _ in range(1000))
 
 
-def test_a_pool_that_stood_still_itself_does_not_blame_its_actors() -> None:
+@pytest.mark.parametrize("still_s", [0.45, 0.6, 1.5], ids=["just under", "just over", "long"])
+def test_a_pool_that_stood_still_itself_does_not_blame_its_actors(still_s: float) -> None:
     def answers() -> Iterator[Progress | BaseException | float]:
         yield at(1)
-        asyncio.get_running_loop().call_later(0.05, time.sleep, 0.5)  # this process, not the actor
-        yield 0.1
+        asyncio.get_running_loop().call_later(0.1, time.sleep, still_s)  # this process, not the actor
+        yield 0.2
         yield at(2)
         yield ActorDiedError()
 
-    assert "died" in watch(answers())
+    assert "died" in watch(answers(), heartbeat_timeout_s=0.5)
