@@ -10,18 +10,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from typing import Any, Literal
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollout_pool.actors.follower_actor import FollowerActor
 from rollout_pool.actors.node_process import NodeProcess
 from rollout_pool.actors.placement import Bundle, Placement
 from rollout_pool.actors.progress import Progress
-from rollout_pool.actors.rollout_actor import ActorInfo, RolloutActor
+from rollout_pool.actors.rollout_actor import ActorInfo, RankInfo, RolloutActor
 from rollout_pool.config import PoolConfig
 from rollout_pool.errors import ConfigError
 from rollout_pool.logs import log_variables
@@ -54,6 +54,7 @@ class RankActors:
         self._size = config.tensor_parallel_size
         self._placement = Placement(name, self._size, amounts, config.tensor_parallel_placement)
         self._handles: list[Any] = []
+        self._places: list[RankInfo] = []
         self._processes: list[NodeProcess] = []
 
     @property
@@ -77,20 +78,20 @@ class RankActors:
         self.stage = "processes"
         for rank, strategy in enumerate(strategies):
             self._handles.append(self._create(rank, strategy))
-        places = await asyncio.gather(*(handle.place.remote() for handle in self._handles))
+        self._places = await asyncio.gather(*(handle.place.remote() for handle in self._handles))
         self._processes = await asyncio.gather(*(h.__ray_call__.remote(_process) for h in self._handles))
         self.stage = "loading"
         info = await self._load()
-        return dataclasses.replace(info, ranks=tuple(places))
+        return dataclasses.replace(info, ranks=tuple(self._places))
 
     async def progress(self) -> Progress:
         """How far the engine has come; it waits for every rank in every step.
 
-        Raises RayError when any rank is lost, whichever it is, and waits for one that gives no answer.
+        Raises RayError, with a note which one, when any rank is lost, and waits for one that gives no answer.
         """
-        followers = (handle.ping.remote() for handle in self._handles[1:])
+        calls = [self.leader.progress.remote(), *(handle.ping.remote() for handle in self._handles[1:])]
         progress: Progress
-        progress, *_ = await asyncio.gather(self.leader.progress.remote(), *followers)
+        progress, *_ = await asyncio.gather(*map(self._answer, range(self._size), calls))
         return progress
 
     def kill(self) -> None:
@@ -137,6 +138,15 @@ class RankActors:
         extra: dict[str, Any] = {"enable_tensor_transport": True} if transports else {"num_cpus": 0}
         leader = ray.remote(**extra)(RolloutActor).options(**options)
         return leader.remote(self._config, self._name, **how)
+
+    async def _answer(self, rank: int, call: Awaitable[Any]) -> Any:
+        try:
+            return await call
+        except RayError as error:
+            if self._size > 1:
+                place = self._places[rank]
+                error.add_note(f"rank {rank} (process {place.pid} on {place.host})")
+            raise
 
     async def _load(self) -> ActorInfo:
         """The ranks meet and load in lockstep. The first that fails ends it: the others wait for it."""

@@ -16,6 +16,7 @@ import queue
 import threading
 import uuid
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -24,6 +25,7 @@ import ray
 from ray.exceptions import RayError
 
 from rollout_pool.background import TaskSet
+from rollout_pool.call_order import CallOrder
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Invocation = Callable[[Any, dict[str, Any]], Any]
@@ -42,6 +44,8 @@ class Caller:
     call: str
     life: tuple[Any, ...] = ()
     """The sign of life, within something so that Ray does not wait for it."""
+    number: int | None = None
+    """Among what this process asks of the pool; see :mod:`rollout_pool.call_order`."""
     note: Literal["lives", "left"] | None = None
 
 
@@ -66,10 +70,30 @@ def named_by_caller(method: Method) -> Method:
 
 # In the caller's process
 
+_numbers = Counter[Any]()
+_numbers_lock = threading.Lock()
+
+
+def _next_number(invocation: Any, arguments: Any, named: Any) -> int | None:
+    """Of a call that is about to be made, counted for each pool. None where there is no order to keep: Ray
+    holds back a call with an argument that is yet to be computed, and nothing should wait for that."""
+    values = [*(arguments or ()), *(named or {}).values()]
+    if any(isinstance(value, ray.ObjectRef) for value in values):
+        return None
+    try:  # Ray's invocation is a function in a method of the handle's method
+        cells = dict(zip(invocation.__code__.co_freevars, invocation.__closure__, strict=True))
+        pool = cells["self"].cell_contents._actor._actor_id
+    except (AttributeError, KeyError, TypeError):
+        return None
+    with _numbers_lock:
+        _numbers[pool] += 1
+        return _numbers[pool]
+
 
 def _named(invocation: Invocation) -> Invocation:
     def invoke(arguments: Any, named: dict[str, Any]) -> Any:
-        caller = Caller(ray.get_runtime_context().get_worker_id(), uuid.uuid4().hex)
+        number = _next_number(invocation, arguments, named)
+        caller = Caller(ray.get_runtime_context().get_worker_id(), uuid.uuid4().hex, number=number)
         return invocation(arguments, {**(named or {}), "caller": caller})
 
     return invoke
@@ -80,7 +104,8 @@ def _announced(invocation: Invocation) -> Invocation:
         process, call = ray.get_runtime_context().get_worker_id(), uuid.uuid4().hex
         life = invocation(((),), {"caller": Caller(process, call, note="lives")})
         sign = life.completed() if isinstance(life, ray.ObjectRefGenerator) else life
-        result = invocation(arguments, {**(named or {}), "caller": Caller(process, call, (sign,))})
+        number = _next_number(invocation, arguments, named)
+        result = invocation(arguments, {**(named or {}), "caller": Caller(process, call, (sign,), number)})
         if isinstance(result, ray.ObjectRefGenerator):
             news = (invocation, Caller(process, call, note="left"))
             weakref.finalize(result, _Farewells.put, news).atexit = False
@@ -120,6 +145,7 @@ class Callers:
 
     def __init__(self, tasks: TaskSet) -> None:
         self._tasks = tasks
+        self._order = CallOrder()
         self._ends: dict[str, asyncio.Event] = {}
         self._leave: dict[str, Callable[[], None]] = {}
 
@@ -129,6 +155,11 @@ class Callers:
             self._left(caller)
         else:
             await self._ends.setdefault(caller.call, asyncio.Event()).wait()
+
+    async def in_turn(self, caller: Caller | None) -> None:
+        """Wait until what the caller's process asked for before has come."""
+        if caller is not None:
+            await self._order.wait(caller.process, caller.number)
 
     def attend(self, caller: Caller, leave: Callable[[], None]) -> None:
         """``leave`` is called when the caller is gone before :meth:`over`."""

@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 
 from rollout_pool.actors.progress import Progress
 from rollout_pool.config import PoolConfig
-from rollout_pool.ray_errors import cause_of, one_line
+from rollout_pool.ray_errors import cause_in_one_line
 
 INTERVAL_S = 0.2
 """Between an answer and the next question, in a small pool."""
@@ -72,7 +72,7 @@ async def until_lost(
         except TimeoutError:
             return f"it gave no answer for heartbeat_timeout_s ({limit_s:g} s)"
         except RayError as error:
-            return one_line(cause_of(error))
+            return cause_in_one_line(error)
         if cause := pulse.cause_of_loss(progress, on_progress(progress), asked_at):
             return cause
         await asyncio.sleep(pause_s())

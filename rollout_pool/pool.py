@@ -142,6 +142,7 @@ class PoolActor:
         if caller is not None and caller.note:
             await self._callers.hear(caller)
             return []
+        await self._callers.in_turn(caller)
         call = self._open(Terms(take, unit, rest, max_staleness, call_id), caller, is_stream=False)
         try:
             await self._submit(call, prompts, sampling)
@@ -172,6 +173,7 @@ class PoolActor:
         if caller is not None and caller.note:
             await self._callers.hear(caller)
             return
+        await self._callers.in_turn(caller)
         call = self._open(Terms(take, unit, rest, max_staleness, call_id), caller, is_stream=True)
         try:
             await self._submit(call, prompts, sampling)
@@ -197,6 +199,7 @@ class PoolActor:
         """
         if request_id is None and call_id is None:
             raise RequestError("cancel needs a request_id, a call_id, or both")
+        await self._callers.in_turn(caller)
         process = "" if caller is None else caller.process
         return self._calls.cancel(request_id, call_id, None if everyone else process)
 
@@ -279,7 +282,7 @@ class PoolActor:
     async def _submit(
         self, call: Call, prompts: Iterable[Prompt | RolloutRequest], sampling: SamplingParams | None
     ) -> None:
-        # Numbered on arrival, before any wait, so that the order of the calls decides.
+        # Numbered when it is opened, before any wait, so that the order of the calls decides.
         requests = resolve_requests(prompts, sampling, seed=call_seed(self._config.seed, call.number))
         await self._started.wait()
         self._require_open()

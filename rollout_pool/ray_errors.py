@@ -17,3 +17,8 @@ def one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     reason = text.partition("The actor is dead because ")[2] or text
     return reason.partition(" Some common causes")[0][:300]
+
+
+def cause_in_one_line(error: BaseException) -> str:
+    """The cause of an error, after what its notes say of where it was."""
+    return ": ".join([*getattr(error, "__notes__", ()), one_line(cause_of(error))])

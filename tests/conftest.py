@@ -19,6 +19,10 @@ from hypothesis import settings
 settings.register_profile("rollout_pool", deadline=None, derandomize="SAME_EXAMPLES" in os.environ)
 settings.load_profile("rollout_pool")
 
+# Ray's workers import the files of tests whose classes they run, and with them what those share.
+HELPERS = str(Path(__file__).with_name("helpers"))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [HELPERS, os.environ.get("PYTHONPATH")]))
+
 ENDS = re.compile(r"was lost and is replaced|process exits|\*\*\* SIG|Fatal Python error|^\w*Error:|OOM")
 
 
@@ -32,16 +36,17 @@ def pytest_runtest_makereport() -> Iterator[None]:
 
 
 def what_ended(most: int = 20) -> str:
-    """The lines of this session's Ray logs that tell of an end, at most so many of each file."""
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
+    """The lines of this Ray session's logs that tell of an end, at most so many of each process."""
+    if "ray" not in sys.modules or not sys.modules["ray"].is_initialized():
         return ""
+    from ray_logs import worker_logs
+
     lines = [f"memory: {psutil.virtual_memory().percent:.0f}% in use"]
-    for path in sorted(Path(ray._private.worker._global_node.get_logs_dir_path()).glob("worker-*.err")):
-        text = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for pid, text in worker_logs().items():
         found = [line[:300] for line in text if ENDS.search(line)]
-        lines += [f"{path.stem.rpartition('-')[2]}: {line}" for line in found[-most:]]
+        lines += [f"{pid}: {line}" for line in found[-most:]]
     return "\n".join(lines)
+
 
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<|user|>", "<|assistant|>"]
 PAIRS = (

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import ray
+from waiting import wait_until
 
 from rollout_pool import (
     CapacityError,
@@ -190,11 +191,12 @@ def test_a_pool_of_the_stage_s_own_leaves_ray_data_a_core_and_ends_with_the_data
     assert samples.count() == 4
     assert len(ray.util.list_named_actors()) == 2
     del samples
-    deadline = time.monotonic() + 60
-    while len(ray.util.list_named_actors()) > 1:
+
+    def is_gone() -> bool:
         gc.collect()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+        return len(ray.util.list_named_actors()) == 1
+
+    wait_until(is_gone, "a pool outlives its samples")
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import importlib.util
 import os
-import time
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import ray
+from waiting import stats_of_all, wait_until
 
 import rollout_pool
 from rollout_pool import (
@@ -84,17 +84,6 @@ def tokens(groups: list[RolloutGroup]) -> list[list[list[int]]]:
     return [[sample.token_ids.tolist() for sample in group.samples] for group in groups]
 
 
-def balance(pool) -> rollout_pool.types.PoolStats:
-    """The pool's account, with the counters of all its actors: one that is slow to answer is left out."""
-    deadline = time.monotonic() + 60
-    while True:
-        stats = ray.get(pool.stats.remote(), timeout=60)
-        assert stats.submitted == stats.returned + stats.failed + stats.cancelled + stats.in_flight
-        if len(stats.actors) == stats.num_actors:
-            return stats
-        assert time.monotonic() < deadline
-
-
 def actors(pool) -> list:
     """Handles of the rollout actors."""
     return ray.get(pool.__ray_call__.remote(lambda self: [m.handle for m in self._crew.members.values()]))
@@ -102,12 +91,12 @@ def actors(pool) -> list:
 
 async def none_in_flight(pool) -> None:
     async with asyncio.timeout(60):
-        while balance(pool).in_flight or any(stats.live_rows for stats in balance(pool).actors):
+        while stats_of_all(pool).in_flight or any(stats.live_rows for stats in stats_of_all(pool).actors):
             await asyncio.sleep(0.05)
 
 
 def test_every_form_of_prompt_gives_its_group_in_input_order_and_a_bad_one_fails_alone(pool) -> None:
-    before = balance(pool)
+    before = stats_of_all(pool)
     groups = rollout(pool)
     assert [group.index for group in groups] == list(range(len(PROMPTS)))
     assert {group.index: group.error for group in groups if group.error}.keys() == FAULTS.keys()
@@ -119,7 +108,7 @@ def test_every_form_of_prompt_gives_its_group_in_input_order_and_a_bad_one_fails
     assert [len(group.samples) for group in groups[:7]] == [2, 2, 2, 2, 3, 2, 2]
     assert [sample.sample_index for sample in groups[5].samples] == [2, 3]
     assert {group.timing.actor for group in groups} == {"actor-0", "actor-1"}
-    after = balance(pool)
+    after = stats_of_all(pool)
     assert (after.returned - before.returned, after.failed - before.failed) == (7, len(FAULTS))
     assert after.in_flight == after.queued == 0
     assert sum(stats.submitted for stats in after.actors) == after.submitted
@@ -161,16 +150,14 @@ def shut_down_in_flight(pool) -> None:
     pid = ray.get(pool.ready.remote())[0].pid
     largest = RolloutRequest("", SamplingParams(n=2000, max_new_tokens=120))  # so it goes out first
     waiting = pool.rollout.remote(["a", "b", "c", largest], ENDLESS)
-    deadline = time.monotonic() + 60
-    while num_finished(pool) < 1:
-        assert time.monotonic() < deadline
+    wait_until(lambda: num_finished(pool) > 0, "nothing ends")
     ray.get(pool.shutdown.remote(), timeout=30)
     groups = ray.get(waiting, timeout=30)
     assert [group.error for group in groups[:3]] == [
         f"prompt {index}: the pool was shut down" for index in range(3)
     ]
     assert groups[3].error.startswith("prompt 3: the prompt is empty")
-    stats = balance(pool)
+    stats = stats_of_all(pool)
     assert (stats.in_flight, stats.cancelled, stats.num_actors) == (0, 3, 0)
     for call in (pool.rollout.remote(["a"]), pool.ready.remote(), next(pool.stream.remote(["a"]))):
         with pytest.raises(PoolClosedError) as caught:
@@ -207,7 +194,7 @@ def test_callers_at_once_each_get_their_own_groups_while_the_accounts_balance(po
     ]
     pending = calls
     while pending:
-        assert balance(pool).in_flight <= 24
+        assert stats_of_all(pool).in_flight <= 24
         _, pending = ray.wait(pending, num_returns=len(pending), timeout=0.02)
     for caller, groups in enumerate(ray.get(calls)):
         assert [group.index for group in groups] == list(range(12))
@@ -216,23 +203,21 @@ def test_callers_at_once_each_get_their_own_groups_while_the_accounts_balance(po
 
 
 def test_cancelled_call_frees_its_slots_and_is_accounted(pool) -> None:
-    before = balance(pool)
+    before = stats_of_all(pool)
     call = pool.rollout.remote(["a", "b", "c", "d", "e", "f", "g", "h"], ENDLESS)
     stream = pool.stream.remote(["a", "b"], ENDLESS)
-    deadline = time.monotonic() + 60
-    while balance(pool).in_flight - before.in_flight < 10:
-        assert time.monotonic() < deadline
+    wait_until(lambda: stats_of_all(pool).in_flight - before.in_flight == 10, "not all has arrived")
     ray.cancel(call)
     ray.cancel(stream)
     with pytest.raises(ray.exceptions.TaskCancelledError):
         ray.get(call, timeout=30)
     asyncio.run(none_in_flight(pool))
-    assert balance(pool).cancelled - before.cancelled == 10
+    assert stats_of_all(pool).cancelled - before.cancelled == 10
     assert rollout(pool, ["after"])[0].error is None
 
 
 def test_call_that_is_wrong_as_a_whole_raises(pool) -> None:
-    before = balance(pool).submitted
+    before = stats_of_all(pool).submitted
     for prompts, sampling, message in [
         ("one prompt", None, r"write \[prompt\]"),
         ([1, 2, 3], None, r"write \[token_ids\]"),
@@ -242,7 +227,7 @@ def test_call_that_is_wrong_as_a_whole_raises(pool) -> None:
             rollout(pool, prompts, sampling)
         with pytest.raises(RequestError, match=message):
             ray.get(next(pool.stream.remote(prompts, sampling)))
-    assert balance(pool).submitted == before
+    assert stats_of_all(pool).submitted == before
     assert rollout(pool, []) == []
     assert list(pool.stream.remote([])) == []
 
@@ -310,4 +295,4 @@ def test_what_only_the_loading_finds_reaches_every_caller_as_its_class(
                 ray.get(call, timeout=120)
             assert message in str(caught.value.cause)
             assert "\n" not in str(caught.value.cause)
-        assert balance(handle).submitted == 0
+        assert stats_of_all(handle).submitted == 0

@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from waiting import wait_until
 
 from rollout_pool import (
     Engine,
@@ -56,14 +55,6 @@ def placement_groups() -> int:
     return sum(table["state"] == "CREATED" for table in ray.util.placement_group_table().values())
 
 
-def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    deadline, is_late = time.monotonic() + seconds, False
-    while not condition():
-        assert not is_late, what
-        time.sleep(0.1)
-        is_late = time.monotonic() > deadline  # and then it is looked at once more
-
-
 def is_back(pool) -> bool:
     try:
         return bool(pids(pool))
@@ -93,8 +84,8 @@ def test_a_pool_whose_process_is_killed_starts_anew_and_serves_no_older_weights_
     ray.get(pool.sync_weights.remote(tiny_model_dir, version=3), timeout=60)
 
     os.kill(ray.get(pool.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
-    wait_until(lambda: is_back(pool), 120, "the pool was not started again")
-    wait_until(lambda: are_gone(ranks), 30, "ranks are left in the way of new ones")  # their room was needed
+    wait_until(lambda: is_back(pool), "the pool was not started again")
+    wait_until(lambda: are_gone(ranks), "ranks are left in the way of new ones")  # their room was needed
     assert placement_groups() == 1
     with pytest.raises(WeightsLostError, match="the weights of version 3 are lost: call sync_weights"):
         rollout(pool)
@@ -136,12 +127,12 @@ def test_a_detached_pool_survives_its_driver_and_so_do_its_weights(
 
     ranks = pids(pool)
     os.kill(ranks[1], signal.SIGKILL)
-    wait_until(lambda: is_back(pool) and are_gone(ranks), 120, "the lost ranks were not replaced")
+    wait_until(lambda: is_back(pool) and are_gone(ranks), "the lost ranks were not replaced")
     assert rollout(pool) == expected  # by actors that got the weights without the driver that had sent them
 
     ranks = pids(pool)
     ray.kill(pool)
-    wait_until(lambda: are_gone(ranks) and placement_groups() == 0, 30, "something outlived its pool")
+    wait_until(lambda: are_gone(ranks) and placement_groups() == 0, "something outlived its pool")
 
 
 def test_a_pool_goes_on_without_a_lost_node_and_grows_back_with_a_new_one(
@@ -159,10 +150,10 @@ def test_a_pool_goes_on_without_a_lost_node_and_grows_back_with_a_new_one(
     nodes.remove_node(lost, allow_graceful=False)
     groups += [ray.get(ref, timeout=60) for ref in streamed]
     assert tokens(sorted(groups, key=lambda group: group.index)) == expected
-    wait_until(lambda: ray.get(pool.num_actors.remote()) == 1, 60, "the loss was not noticed")
+    wait_until(lambda: ray.get(pool.num_actors.remote()) == 1, "the loss was not noticed")
     assert rollout(pool) == expected
     nodes.add_node(num_cpus=2)
-    wait_until(lambda: ray.get(pool.num_actors.remote()) == 2, 120, "the pool did not grow back")
+    wait_until(lambda: ray.get(pool.num_actors.remote()) == 2, "the pool did not grow back")
     assert rollout(pool) == expected
     stats = ray.get(pool.stats.remote())
     assert (stats.actors_lost, stats.in_flight, stats.failed) == (1, 0, 0)

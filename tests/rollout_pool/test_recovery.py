@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from waiting import wait_until
 
 from rollout_pool import (
     ActorStartError,
@@ -64,7 +65,7 @@ def balance(pool):
 
 
 def wait_for_actors(pool, count: int) -> None:
-    wait_until(lambda: balance(pool).num_actors >= count, 180, "the lost actor was not replaced")
+    wait_until(lambda: balance(pool).num_actors >= count, "the lost actor was not replaced")
 
 
 def stream(pool) -> list[RolloutGroup]:
@@ -104,14 +105,6 @@ def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    deadline, is_late = time.monotonic() + seconds, False
-    while not condition():
-        assert not is_late, what
-        time.sleep(0.1)
-        is_late = time.monotonic() > deadline  # and then it is looked at once more
-
-
 def members(pool) -> list:
     """Handles of the rollout actors, in the order of their names."""
     return ray.get(
@@ -129,9 +122,9 @@ def test_stopped_process_and_hanging_engine_are_replaced_within_their_deadlines(
     at_step(members(pool)[0], MIDDLE, lambda: os.kill(os.getpid(), signal.SIGSTOP))
     at_step(members(pool)[1], MIDDLE, lambda: time.sleep(600))
     assert contents(stream(pool)) == undisturbed
-    wait_until(lambda: balance(pool).actors_lost - before.actors_lost == 2, 60, "nobody noticed")
-    wait_until(lambda: is_gone(stopped), 60, "a stopped process keeps its memory")
-    wait_until(lambda: is_gone(hanging), 60, "a hanging process keeps its memory")
+    wait_until(lambda: balance(pool).actors_lost - before.actors_lost == 2, "nobody noticed")
+    wait_until(lambda: is_gone(stopped), "a stopped process keeps its memory")
+    wait_until(lambda: is_gone(hanging), "a hanging process keeps its memory")
     after = balance(pool)
     assert (after.actors_lost - before.actors_lost, after.in_flight, after.failed) == (2, 0, 0)
     wait_for_actors(pool, 2)

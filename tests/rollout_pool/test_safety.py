@@ -9,7 +9,6 @@ import logging
 import os
 import shutil
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from waiting import wait_until
 
 from rollout_pool import (
     ConfigError,
@@ -247,14 +247,10 @@ def test_a_pool_logs_no_prompt_and_its_ranks_listen_on_this_host_alone(
     long = SamplingParams(n=1000, max_new_tokens=200, ignore_eos=True)  # still runs when it is killed
     groups = ray.get(pool.rollout.remote(secrets(), FEW))
     lost = pool.rollout.remote([f"a long {SECRET}"] * 3, long)
-    deadline = time.monotonic() + 120
-    while not any(stats.live_rows for stats in ray.get(pool.stats.remote()).actors):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    is_running = lambda: any(stats.live_rows for stats in ray.get(pool.stats.remote()).actors)  # noqa: E731
+    wait_until(is_running, "nothing runs")
     os.kill(actor.pid, signal.SIGKILL)
-    while ray.get(pool.stats.remote()).actors_lost < 1:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: ray.get(pool.stats.remote()).actors_lost, "nobody noticed")
     assert any(group.error for group in groups)
     assert SECRET not in "".join(group.error or "" for group in groups)
     ray.get(pool.shutdown.remote())

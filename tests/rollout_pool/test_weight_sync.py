@@ -16,6 +16,7 @@ import pytest
 import ray
 import torch
 from transformers import AutoModelForCausalLM
+from waiting import stats_of_all, wait_until
 
 from rollout_pool import (
     ConfigError,
@@ -69,16 +70,6 @@ def trainer(serving: dict[str, Any], tiny_model_dir: str) -> Any:
     return model
 
 
-def stats(pool):
-    """The pool's account, with the counters of all its actors: one that is slow to answer is left out."""
-    deadline = time.monotonic() + 60
-    while True:
-        found = ray.get(pool.stats.remote(), timeout=60)
-        if len(found.actors) == found.num_actors:
-            return found
-        assert time.monotonic() < deadline
-
-
 def sync(pool, source: Any, version: int | None = None, **options: Any) -> list:
     return ray.get(pool.sync_weights.remote(source, version, **options), timeout=180)
 
@@ -95,23 +86,15 @@ def roll(pool, sampling: SamplingParams = SAMPLING) -> list[RolloutGroup]:
 
 def assert_serves(pool, model: Any, actors: int = 2) -> None:
     """Whole groups at the pool's version, with the log-probabilities of ``model``; from every actor."""
-    version, groups = stats(pool).weight_version, roll(pool)
+    version, groups = stats_of_all(pool).weight_version, roll(pool)
     assert verify(groups, model).max_abs_diff < 1e-3
     assert {s.weight_version for group in groups for s in group.samples} == {version}
     assert len({group.timing.actor for group in groups}) == actors
 
 
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
-    deadline, is_late = time.monotonic() + seconds, False
-    while not condition():
-        assert not is_late, what
-        time.sleep(0.1)
-        is_late = time.monotonic() > deadline  # and then it is looked at once more
-
-
 def test_every_rank_gives_a_receipt_and_the_pool_serves_the_trainers_model(pool, serving, trainer) -> None:
     assert_serves(pool, serving["model"])
-    before = stats(pool).weight_version
+    before = stats_of_all(pool).weight_version
     receipts = sync(pool, ship(trainer, bucket_bytes=50_000))
     serving["model"] = trainer
     assert [(r.actor, r.rank, r.version) for r in receipts] == [
@@ -124,7 +107,7 @@ def test_every_rank_gives_a_receipt_and_the_pool_serves_the_trainers_model(pool,
     assert len({r.checksum for r in receipts}) == len({r.weights_checksum for r in receipts}) == 1
     assert all(r.commit_s > 0 and r.stage_s > 0 for r in receipts)
     assert_serves(pool, trainer)
-    assert {engine.weight_version for engine in stats(pool).actors} == {before + 1}
+    assert {engine.weight_version for engine in stats_of_all(pool).actors} == {before + 1}
 
 
 def test_pool_ships_a_state_dict_or_a_checkpoint_itself(pool, serving, trainer, tmp_path) -> None:
@@ -169,18 +152,18 @@ def damaged(trainer: Any, fault: str) -> Any:
     ],
 )
 def test_update_at_fault_is_named_and_the_old_weights_serve_on(pool, serving, trainer, fault, said) -> None:
-    before = stats(pool)
+    before = stats_of_all(pool)
     message = refused(pool, damaged(trainer, fault))
     assert message.startswith("actor-")
     assert said in message
     assert message.endswith(f"; version {before.weight_version} goes on")
     assert_serves(pool, serving["model"])
-    after = stats(pool)
+    after = stats_of_all(pool)
     assert (after.weight_version, after.actors_lost) == (before.weight_version, before.actors_lost)
 
 
 def test_versions_only_grow(pool, serving, trainer) -> None:
-    present = stats(pool).weight_version
+    present = stats_of_all(pool).weight_version
     shipment = ship(trainer)
     for version in (present, present - 1, -3):
         assert refused(pool, shipment, version) == (
@@ -203,7 +186,7 @@ def test_what_is_not_known_is_refused(pool, serving, trainer) -> None:
 
 
 def test_syncs_run_one_after_the_other(pool, serving, trainer) -> None:
-    present = stats(pool).weight_version
+    present = stats_of_all(pool).weight_version
     other = {name: tensor * 1.01 for name, tensor in trainer.state_dict().items()}
     calls = [pool.sync_weights.remote(ship(source)) for source in (other, trainer)]
     first, second = ray.get(calls, timeout=180)
@@ -220,7 +203,7 @@ def start_long(pool) -> Any:
     call = pool.rollout.remote(PROMPTS, LONG)
 
     def is_running() -> bool:
-        return any(e.live_rows for e in stats(pool).actors) or bool(ray.wait([call], timeout=0)[0])
+        return any(e.live_rows for e in stats_of_all(pool).actors) or bool(ray.wait([call], timeout=0)[0])
 
     wait_until(is_running, "nothing runs")
     return call
@@ -232,7 +215,7 @@ def sync_amid(
     """Sync while groups run, again until it was not too late for them: the version before, and the groups."""
     deadline = time.monotonic() + 120
     while True:
-        shipment, old = ship(trainer), stats(pool).weight_version
+        shipment, old = ship(trainer), stats_of_all(pool).weight_version
         call = start_long(pool)
         sync(pool, shipment, **options)
         groups = ray.get(call, timeout=180)
@@ -251,7 +234,7 @@ def have_both(groups: list[RolloutGroup], old: int) -> bool:
 
 
 def test_drain_lets_running_groups_finish_with_the_old_weights(pool, serving, trainer) -> None:
-    shipment, old = ship(trainer), stats(pool).weight_version
+    shipment, old = ship(trainer), stats_of_all(pool).weight_version
     call = start_long(pool)
     sync(pool, shipment, policy="drain")
     groups = ray.get(call, timeout=180)
@@ -318,7 +301,7 @@ def member_call(pool, function: Callable[..., Any]) -> Any:
 
 
 def whole(pool, actors: int = 2) -> None:
-    wait_until(lambda: stats(pool).num_actors == actors, "the lost actor was not replaced")
+    wait_until(lambda: stats_of_all(pool).num_actors == actors, "the lost actor was not replaced")
 
 
 def test_what_comes_late_of_a_sync_that_was_given_up_is_not_taken_for_the_next(
@@ -346,13 +329,14 @@ def test_replacement_has_the_present_weights_before_it_serves(pool, serving, tra
     whole(pool)
     sync(pool, ship(trainer))
     serving["model"] = trainer
-    lost = stats(pool).actors_lost
+    lost = stats_of_all(pool).actors_lost
     os.kill(ray.get(pool.ready.remote())[0].pid, signal.SIGKILL)
     assert verify(roll(pool), trainer).max_abs_diff < 1e-3  # whoever is left
-    wait_until(lambda: stats(pool).actors_lost == lost + 1, "nobody noticed")
+    wait_until(lambda: stats_of_all(pool).actors_lost == lost + 1, "nobody noticed")
     whole(pool)
     assert_serves(pool, trainer)
-    assert {engine.weight_version for engine in stats(pool).actors} == {stats(pool).weight_version}
+    now = stats_of_all(pool)
+    assert {engine.weight_version for engine in now.actors} == {now.weight_version}
 
 
 @pytest.mark.slow
@@ -394,11 +378,11 @@ def test_actor_that_cannot_write_is_replaced_by_one_that_has_the_weights(pool, s
 
     handles = member_call(pool, lambda self: [m.handle for m in self._crew.members.values()])
     ray.get(handles[1].__ray_call__.remote(break_writing), timeout=60)
-    lost = stats(pool).actors_lost
+    lost = stats_of_all(pool).actors_lost
     receipts = sync(pool, ship(trainer))
     serving["model"] = trainer
     assert len(receipts) == 1
-    assert stats(pool).actors_lost == lost + 1
+    assert stats_of_all(pool).actors_lost == lost + 1
     assert verify(roll(pool), trainer).max_abs_diff < 1e-3
     whole(pool)
     assert_serves(pool, trainer)
@@ -429,19 +413,20 @@ def test_trainer_that_is_an_actor_is_asked_for_its_weights(pool, serving, traine
     assert receipts[0].num_tensors == len(dict(trainer.named_parameters()))
     assert_serves(pool, trainer)
     ray.kill(actor)
-    lost = stats(pool).actors_lost
+    lost = stats_of_all(pool).actors_lost
     os.kill(ray.get(pool.ready.remote())[1].pid, signal.SIGKILL)  # its buckets outlive the trainer
-    wait_until(lambda: stats(pool).actors_lost == lost + 1, "nobody noticed")
+    wait_until(lambda: stats_of_all(pool).actors_lost == lost + 1, "nobody noticed")
     whole(pool)
     assert_serves(pool, trainer)
 
 
 def test_trainer_that_is_killed_in_the_middle_leaves_the_old_weights(pool, serving, trainer) -> None:
-    actor, before = Trainer.remote(trainer, 5, lambda: os.kill(os.getpid(), signal.SIGKILL)), stats(pool)
+    before = stats_of_all(pool)
+    actor = Trainer.remote(trainer, 5, lambda: os.kill(os.getpid(), signal.SIGKILL))
     call = pool.sync_weights.remote(actor)
     with pytest.raises(WeightSyncError, match="the trainer failed while it sent its weights"):
         ray.get(call, timeout=120)
-    after = stats(pool)
+    after = stats_of_all(pool)
     assert (after.weight_version, after.actors_lost) == (before.weight_version, before.actors_lost)
     assert_serves(pool, serving["model"])
 
