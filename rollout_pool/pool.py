@@ -195,11 +195,13 @@ class PoolActor:
 
         They return to their callers with the ``error`` "cancelled" and the samples there are. Ids may repeat:
         all such groups of this process's calls are meant; with ``everyone``, of all callers' calls. Groups
-        without an id of their own are only found by their call. Returns how many were cancelled.
+        without an id of their own are only found by their call. Returns how many were cancelled; while the
+        pool starts, it waits.
         """
         if request_id is None and call_id is None:
             raise RequestError("cancel needs a request_id, a call_id, or both")
         await self._callers.in_turn(caller)
+        await self._started.wait()  # as the calls before it do, which then go on first
         process = "" if caller is None else caller.process
         return self._calls.cancel(request_id, call_id, None if everyone else process)
 

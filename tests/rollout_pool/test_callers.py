@@ -190,6 +190,14 @@ def test_a_cancel_never_comes_before_the_call_that_it_is_meant_for(pool) -> None
     assert number() == before + 2 * 20
 
 
+def test_a_call_is_cancelled_while_its_pool_still_starts(tiny_model_dir: str) -> None:
+    pool = RolloutPool.remote(PoolConfig(model=tiny_model_dir, num_actors=1, cpus_per_actor=1, engine=ENGINE))
+    call = pool.rollout.remote([RolloutRequest([9], ENDLESS, request_id="unwanted")])
+    assert ray.get(pool.cancel.remote("unwanted"), timeout=180) == 1
+    assert ray.get(call, timeout=120)[0].is_cancelled
+    ray.kill(pool)
+
+
 def test_no_token_is_older_than_asked_for_when_weights_change_in_flight(pool, tiny_model_dir: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     before, span_of_lax = stats_of_all(pool).restarted, 0
