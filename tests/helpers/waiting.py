@@ -8,10 +8,12 @@ from typing import Any
 
 import ray
 
+PATIENCE_S = 180.0
 
-def wait_until(condition: Callable[[], object], what: str, seconds: float = 120) -> None:
-    """Look until it holds; ``what`` is wrong when it does not within ``seconds``."""
-    deadline, is_late = time.monotonic() + seconds, False
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    """Look until it holds; ``what`` is wrong when it never does."""
+    deadline, is_late = time.monotonic() + PATIENCE_S, False
     while not condition():
         assert not is_late, what
         time.sleep(0.1)
@@ -20,7 +22,7 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = 120)
 
 def stats_of_all(pool: Any) -> Any:
     """The pool's account, with the counters of all its actors: one that is slow to answer is left out."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         found = ray.get(pool.stats.remote(), timeout=60)
         assert found.is_balanced

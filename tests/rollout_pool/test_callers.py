@@ -70,7 +70,7 @@ def wait_until_idle(pool) -> Any:
         now = stats_of_all(pool)
         return not now.in_flight and not any(engine.live_rows for engine in now.actors)
 
-    wait_until(is_idle, "somebody's work goes on", 90)
+    wait_until(is_idle, "somebody's work goes on")
     return stats_of_all(pool)
 
 
@@ -80,7 +80,7 @@ def wait_until_running(pool, *calls: Any) -> None:
     def is_running() -> bool:
         return any(e.live_rows for e in stats_of_all(pool).actors) or bool(ray.wait([*calls], timeout=0)[0])
 
-    wait_until(is_running, "nothing runs", 90)
+    wait_until(is_running, "nothing runs")
 
 
 def rollout(

@@ -196,7 +196,7 @@ def test_a_pool_of_the_stage_s_own_leaves_ray_data_a_core_and_ends_with_the_data
         gc.collect()
         return len(ray.util.list_named_actors()) == 1
 
-    wait_until(is_gone, "a pool outlives its samples", 60)
+    wait_until(is_gone, "a pool outlives its samples")
 
 
 @pytest.mark.parametrize(

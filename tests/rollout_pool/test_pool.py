@@ -150,7 +150,7 @@ def shut_down_in_flight(pool) -> None:
     pid = ray.get(pool.ready.remote())[0].pid
     largest = RolloutRequest("", SamplingParams(n=2000, max_new_tokens=120))  # so it goes out first
     waiting = pool.rollout.remote(["a", "b", "c", largest], ENDLESS)
-    wait_until(lambda: num_finished(pool) > 0, "nothing ends", 60)
+    wait_until(lambda: num_finished(pool) > 0, "nothing ends")
     ray.get(pool.shutdown.remote(), timeout=30)
     groups = ray.get(waiting, timeout=30)
     assert [group.error for group in groups[:3]] == [
@@ -206,7 +206,7 @@ def test_cancelled_call_frees_its_slots_and_is_accounted(pool) -> None:
     before = stats_of_all(pool)
     call = pool.rollout.remote(["a", "b", "c", "d", "e", "f", "g", "h"], ENDLESS)
     stream = pool.stream.remote(["a", "b"], ENDLESS)
-    wait_until(lambda: stats_of_all(pool).in_flight - before.in_flight == 10, "not all has arrived", 60)
+    wait_until(lambda: stats_of_all(pool).in_flight - before.in_flight == 10, "not all has arrived")
     ray.cancel(call)
     ray.cancel(stream)
     with pytest.raises(ray.exceptions.TaskCancelledError):

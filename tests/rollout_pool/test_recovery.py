@@ -65,7 +65,7 @@ def balance(pool):
 
 
 def wait_for_actors(pool, count: int) -> None:
-    wait_until(lambda: balance(pool).num_actors >= count, "the lost actor was not replaced", 180)
+    wait_until(lambda: balance(pool).num_actors >= count, "the lost actor was not replaced")
 
 
 def stream(pool) -> list[RolloutGroup]:
@@ -122,9 +122,9 @@ def test_stopped_process_and_hanging_engine_are_replaced_within_their_deadlines(
     at_step(members(pool)[0], MIDDLE, lambda: os.kill(os.getpid(), signal.SIGSTOP))
     at_step(members(pool)[1], MIDDLE, lambda: time.sleep(600))
     assert contents(stream(pool)) == undisturbed
-    wait_until(lambda: balance(pool).actors_lost - before.actors_lost == 2, "nobody noticed", 60)
-    wait_until(lambda: is_gone(stopped), "a stopped process keeps its memory", 60)
-    wait_until(lambda: is_gone(hanging), "a hanging process keeps its memory", 60)
+    wait_until(lambda: balance(pool).actors_lost - before.actors_lost == 2, "nobody noticed")
+    wait_until(lambda: is_gone(stopped), "a stopped process keeps its memory")
+    wait_until(lambda: is_gone(hanging), "a hanging process keeps its memory")
     after = balance(pool)
     assert (after.actors_lost - before.actors_lost, after.in_flight, after.failed) == (2, 0, 0)
     wait_for_actors(pool, 2)

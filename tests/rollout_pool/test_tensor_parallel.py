@@ -151,7 +151,7 @@ def test_two_groups_of_two_ranks_give_what_one_engine_gives(pool, tiny_model_dir
 def test_lost_rank_ends_its_group_and_nothing_is_lost_or_different(
     pool, ranks: list[int], ended_by: int, at_step: Callable[[Any, int, Callable[[], object]], None]
 ) -> None:
-    wait_until(lambda: balance(pool).num_actors == 2, "the pool is not whole", 180)
+    wait_until(lambda: balance(pool).num_actors == 2, "the pool is not whole")
     expected = contents(ray.get(pool.rollout.remote(PROMPTS, SAMPLING), timeout=180))
     before, victims = balance(pool), []
     for info, leader, rank in zip(infos(pool), leaders(pool), ranks, strict=False):
@@ -166,8 +166,8 @@ def test_lost_rank_ends_its_group_and_nothing_is_lost_or_different(
     assert (after.returned - before.returned, after.in_flight) == (32, 0)
     assert after.actors_lost - before.actors_lost == len(ranks)
     assert after.replayed > before.replayed
-    wait_until(lambda: are_gone(victims), "a rank outlived its group", 60)
-    wait_until(lambda: balance(pool).num_actors == 2, "the lost group was not replaced", 180)
+    wait_until(lambda: are_gone(victims), "a rank outlived its group")
+    wait_until(lambda: balance(pool).num_actors == 2, "the lost group was not replaced")
     assert placement_groups() == 2
     assert not {place.pid for info in infos(pool) for place in info.ranks} & set(victims)
     served = ray.get(pool.rollout.remote(PROMPTS, SAMPLING), timeout=180)
@@ -177,21 +177,21 @@ def test_lost_rank_ends_its_group_and_nothing_is_lost_or_different(
 
 @pytest.mark.slow
 def test_death_of_a_follower_is_noticed_while_its_group_is_idle(pool) -> None:
-    wait_until(lambda: balance(pool).num_actors == 2, "the pool is not whole", 180)
+    wait_until(lambda: balance(pool).num_actors == 2, "the pool is not whole")
     before = balance(pool).actors_lost
     group = infos(pool)[1]
     os.kill(group.ranks[1].pid, signal.SIGKILL)
-    wait_until(lambda: balance(pool).actors_lost == before + 1, "nobody noticed", 60)
+    wait_until(lambda: balance(pool).actors_lost == before + 1, "nobody noticed")
     lost = f"{group.name} was lost and is replaced: rank 1 (process {group.ranks[1].pid} on "
     assert any(lost in line for text in worker_logs().values() for line in text)
-    wait_until(lambda: balance(pool).num_actors == 2, "the lost group was not replaced", 180)
+    wait_until(lambda: balance(pool).num_actors == 2, "the lost group was not replaced")
 
 
 @pytest.mark.slow
 def test_group_without_room_raises_within_its_deadline_and_says_what_is_missing(
     pool, tiny_model_dir: str
 ) -> None:
-    wait_until(lambda: balance(pool).num_actors == 2, "the pool is not whole", 180)
+    wait_until(lambda: balance(pool).num_actors == 2, "the pool is not whole")
     started = time.monotonic()
     crowded = RolloutPool.remote(config(tiny_model_dir, cpus_per_actor=3, start_timeout_s=2.0))
     with pytest.raises(ActorStartError) as caught:
@@ -225,13 +225,13 @@ def starting_followers(pool) -> list:
 
 
 def assert_nothing_is_left(created: int) -> None:
-    wait_until(lambda: placement_groups() == created, "a placement group is left", 60)
-    wait_until(lambda: ray.available_resources().get("CPU") == 8 - 2 * created, "an actor is left", 60)
+    wait_until(lambda: placement_groups() == created, "a placement group is left")
+    wait_until(lambda: ray.available_resources().get("CPU") == 8 - 2 * created, "an actor is left")
 
 
 @pytest.mark.slow
 def test_rank_that_dies_while_it_loads_is_an_error_and_leaves_nothing(pool, tiny_model_dir: str) -> None:
-    wait_until(lambda: balance(pool).num_actors == 2, "the pool is not whole", 180)
+    wait_until(lambda: balance(pool).num_actors == 2, "the pool is not whole")
     for _ in range(3):  # a rank may have loaded before it is killed
         starting = RolloutPool.remote(config(tiny_model_dir, start_timeout_s=100.0))
         ready, followers = starting.ready.remote(), []
@@ -254,7 +254,7 @@ def test_rank_that_dies_while_it_loads_is_an_error_and_leaves_nothing(pool, tiny
 def test_ranks_that_cannot_load_are_an_error_and_leave_nothing(
     pool, tiny_model_dir: str, tmp_path: Path
 ) -> None:
-    wait_until(lambda: balance(pool).num_actors == 2, "the pool is not whole", 180)
+    wait_until(lambda: balance(pool).num_actors == 2, "the pool is not whole")
     folder = shutil.copytree(tiny_model_dir, tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
@@ -267,18 +267,18 @@ def test_ranks_that_cannot_load_are_an_error_and_leave_nothing(
 
 @pytest.mark.slow
 def test_ranks_end_with_their_pool_and_give_back_what_they_held(pool, tiny_model_dir: str) -> None:
-    wait_until(lambda: balance(pool).num_actors == 2, "the pool is not whole", 180)
+    wait_until(lambda: balance(pool).num_actors == 2, "the pool is not whole")
     dropped = RolloutPool.remote(config(tiny_model_dir, cpus_per_actor=2))
     pids = [place.pid for place in infos(dropped)[0].ranks]
     del dropped
-    wait_until(lambda: are_gone(pids), "a rank outlived its pool", 30)
+    wait_until(lambda: are_gone(pids), "a rank outlived its pool")
     if [int(part) for part in ray.__version__.split(".")[:2]] >= [2, 60]:  # older ones do not tell the pool
         assert_nothing_is_left(2)
 
     killed = RolloutPool.remote(config(tiny_model_dir, cpus_per_actor=2))
     pids = [place.pid for place in infos(killed)[0].ranks]
     ray.kill(killed)
-    wait_until(lambda: are_gone(pids), "a rank outlived its pool", 30)
+    wait_until(lambda: are_gone(pids), "a rank outlived its pool")
     needs_its_room = RolloutPool.remote(config(tiny_model_dir, cpus_per_actor=2))
     assert len(infos(needs_its_room)) == 1
     assert placement_groups() == 3

@@ -125,7 +125,7 @@ def test_update_that_does_not_fit_is_refused_and_a_lost_rank_gets_the_present_on
         now = ray.get(pool.stats.remote())
         return now.actors_lost > before.actors_lost and now.num_actors == before.num_actors
 
-    wait_until(is_replaced, "the lost rank was not replaced", 180)
+    wait_until(is_replaced, "the lost rank was not replaced")
     groups = ray.get(pool.rollout.remote(PROMPTS, SAMPLING), timeout=180)
     assert verify(groups, model).max_abs_diff < 1e-3
     assert {sample.weight_version for group in groups for sample in group.samples} == {version}
